@@ -1,0 +1,1 @@
+"""graphopt: a compiler that makes fine-tuning cheaper."""

@@ -1,0 +1,82 @@
+"""FLOPs of one operator: torch's own registry, extended where it lacks an operator.
+
+A multiply-add is 2 FLOPs, as in `torch.utils.flop_counter`. Element-wise work is not counted, there or here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+
+
+def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """QK^T and PV: 4 * B * H * S_q * S_k * D FLOPs for equal head sizes."""
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """dV, dP, dQ, dK and the recomputed QK^T, as torch counts its CUDA kernels."""
+    return sdpa_backward_flop_count(grad_out, query, key, value)
+
+
+def _matrix_vector(matrix: Any, vector: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """(m, n) x (n,): 2 * m * n."""
+    return 2 * matrix[0] * matrix[1]
+
+
+def _added_matrix_vector(added: Any, matrix: Any, vector: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    return 2 * matrix[0] * matrix[1]
+
+
+def _inner_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """(n,) x (n,): 2 * n."""
+    return 2 * left[0]
+
+
+ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention,
+    aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
+    aten.mv: _matrix_vector,
+    aten.addmv: _added_matrix_vector,
+    aten.dot: _inner_product,
+}
+"""Formulas that torch's registry lacks; pass them to `FlopCounterMode(custom_mapping=...)` to compare like with like."""
+
+for _packet in list(ADDED_FORMULAS):
+    if _packet in flop_registry:
+        del ADDED_FORMULAS[_packet]
+
+
+def _shape(value: Any) -> Any:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else value
+
+
+def node_flops(node: fx.Node) -> Any:
+    """FLOPs of a node of an ATen graph: an int, or a symbolic int where its shapes are symbolic.
+
+    Nodes are read through `meta["val"]`; operators without a formula cost 0.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op != "call_function" or packet is None:
+        return 0
+    if packet in ADDED_FORMULAS:
+        args, kwargs = pytree.tree_map(lambda x: _shape(_value(x)), (node.args, dict(node.kwargs)))
+        return ADDED_FORMULAS[packet](*args, **kwargs)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs = pytree.tree_map(_value, (node.args, dict(node.kwargs)))
+    return formula(*args, **kwargs, out_val=node.meta["val"])
+
+
+def _value(x: Any) -> Any:
+    return x.meta["val"] if isinstance(x, fx.Node) else x

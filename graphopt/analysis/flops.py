@@ -1,0 +1,260 @@
+"""FLOP analysis of a joint graph: what each parameter's gradient costs, as formulas of the batch size.
+
+GreenTrainer (section 3.1) splits a tensor's backward into t_dw, the FLOPs of its own gradient, and t_dy, the FLOPs of
+passing the gradient on below it. On the graph this needs no rules per layer type: a backward node belongs to every
+parameter whose gradient is computed from it, and runs if and only if one of them is wanted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import sympy
+from torch import fx
+
+from graphopt.analysis.flop_formulas import node_flops
+from graphopt.errors import InputError
+from graphopt.graph import BATCH, TrainingGraph, ancestors
+
+
+@dataclass(frozen=True)
+class TensorFlops:
+    """One parameter's share of the backward.
+
+    Attributes:
+        name, shape: of the parameter.
+        trainable: whether its gradient is computed.
+        weight_grad_flops: t_dw, FLOPs that only its own gradient needs.
+        input_grad_flops: t_dy, FLOPs of passing the gradient through its layer to those below.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    weight_grad_flops: int
+    input_grad_flops: int
+
+
+@dataclass(frozen=True)
+class _Row:
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    weight_grad: sympy.Expr
+    input_grad: sympy.Expr
+
+
+@dataclass(frozen=True)
+class FlopProfile:
+    """FLOPs of one training step, 2 per multiply-add, at one batch size.
+
+    Attributes:
+        batch_size: samples; the integers below are for this many.
+        formulas: `forward`, `backward` and `step` as sympy expressions of `B`.
+        order: trainable parameters from the output to the input: by what must run before their gradient is known.
+        classes: (bit mask over `order`, formula): backward nodes that the same set of gradients needs.
+    """
+
+    batch_size: int
+    forward_formula: sympy.Expr
+    order: tuple[str, ...]
+    class_formulas: tuple[tuple[int, sympy.Expr], ...]
+    rows: tuple[_Row, ...]
+    symbolic: bool = True
+
+    def at(self, batch: int) -> FlopProfile:
+        """The same formulas evaluated for another batch size.
+
+        Raises:
+            InputError: the graph is static and `batch` is not the captured one.
+        """
+        if not self.symbolic and batch != self.batch_size:
+            raise InputError(
+                f"the model fixes the batch size to {self.batch_size}: analyse it again with {batch} samples."
+            )
+        if batch < 1:
+            raise InputError(f"batch must be at least 1, not {batch}.")
+        return FlopProfile(batch, self.forward_formula, self.order, self.class_formulas, self.rows, self.symbolic)
+
+    @cached_property
+    def formulas(self) -> dict[str, sympy.Expr]:
+        """`forward`, `backward`, `step` as expressions of `B`."""
+        backward = sympy.Add(*(formula for _, formula in self.class_formulas))
+        return {"forward": self.forward_formula, "backward": backward, "step": self.forward_formula + backward}
+
+    @cached_property
+    def forward(self) -> int:
+        """FLOPs of the forward."""
+        return self._evaluate(self.forward_formula)
+
+    @cached_property
+    def backward(self) -> int:
+        """FLOPs of the backward for all trainable parameters."""
+        return sum(flops for _, flops in self.classes)
+
+    @property
+    def step(self) -> int:
+        """FLOPs of forward and backward; what `FlopCounterMode` counts on eager execution."""
+        return self.forward + self.backward
+
+    @cached_property
+    def classes(self) -> tuple[tuple[int, int], ...]:
+        """(bit mask over `order`, FLOPs): a class runs if and only if one of its parameters is selected."""
+        return tuple((mask, self._evaluate(formula)) for mask, formula in self.class_formulas)
+
+    @cached_property
+    def tensors(self) -> tuple[TensorFlops, ...]:
+        """One row per parameter, in registration order."""
+        return tuple(
+            TensorFlops(r.name, r.shape, r.trainable, self._evaluate(r.weight_grad), self._evaluate(r.input_grad))
+            for r in self.rows
+        )
+
+    @cached_property
+    def unattributed(self) -> int:
+        """Backward FLOPs before the first parameter, such as those of a loss that multiplies matrices."""
+        return self.backward - sum(t.weight_grad_flops + t.input_grad_flops for t in self.tensors)
+
+    def cost(self, selection: Iterable[str]) -> int:
+        """Exact backward FLOPs when only the gradients of `selection` are outputs.
+
+        Args:
+            selection: parameter names; tied weights under their first name.
+        Raises:
+            InputError: a name that is no trainable parameter.
+        """
+        wanted = 0
+        for name in selection:
+            if name not in self._bit:
+                raise InputError(f"{name!r} is not a trainable parameter of the analysed model.")
+            wanted |= self._bit[name]
+        return sum(flops for mask, flops in self.classes if mask & wanted)
+
+    @cached_property
+    def _bit(self) -> dict[str, int]:
+        return {name: 1 << i for i, name in enumerate(self.order)}
+
+    def _evaluate(self, formula: sympy.Expr) -> int:
+        return int(formula.subs(BATCH, self.batch_size))
+
+
+def flop_profile(graph: TrainingGraph) -> FlopProfile:
+    """Count the FLOPs of every node of `graph` and whom they serve."""
+    flops = {node: graph.formula(count) for node in graph.graph.nodes if (count := node_flops(node)) != 0}
+    forward = ancestors(graph.forward_results())
+    gradients = graph.gradients()
+    serves = _served_parameters(graph, forward, list(gradients.values()))
+    shared, private = _split_private(graph, forward, flops, serves)
+
+    names = list(gradients)
+    alone: dict[str, sympy.Expr] = {}
+    positions = {node: i for i, node in enumerate(graph.graph.nodes)}
+    for i, name in enumerate(names):
+        alone[name] = sympy.Add(*(flops[n] for n in shared if serves[n] >> i & 1))
+    depth = {name: int(alone[name].subs(BATCH, graph.batch_size)) for name in names}
+    order = tuple(sorted(names, key=lambda name: (depth[name], positions[gradients[name]])))
+
+    rank = {names.index(name): i for i, name in enumerate(order)}
+    classes: dict[int, list[sympy.Expr]] = defaultdict(list)
+    for node in (*shared, *(n for nodes in private.values() for n in nodes)):
+        mask = sum(1 << rank[i] for i in range(len(names)) if serves[node] >> i & 1)
+        classes[mask].append(flops[node])
+    own = {names[i]: sympy.Add(*(flops[n] for n in nodes)) for i, nodes in private.items()}
+    passed = _attribute_chain(graph, forward, shared, flops)
+    zero = sympy.Integer(0)
+    return FlopProfile(
+        batch_size=graph.batch_size,
+        forward_formula=sympy.Add(*(f for n, f in flops.items() if n in forward)),
+        order=order,
+        class_formulas=tuple((mask, sympy.Add(*parts)) for mask, parts in classes.items()),
+        rows=tuple(
+            _Row(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero))
+            for p in graph.parameters
+        ),
+        symbolic=graph.symbol is not None,
+    )
+
+
+def _served_parameters(graph: TrainingGraph, forward: set[fx.Node], gradients: list[fx.Node]) -> dict[fx.Node, int]:
+    """For every backward node, a bit mask of the gradients computed from it."""
+    serves: dict[fx.Node, int] = defaultdict(int)
+    for i, node in enumerate(gradients):
+        serves[node] |= 1 << i
+    for node in reversed(list(graph.graph.nodes)):
+        if node in forward or node.op == "output":
+            continue
+        for user in node.users:
+            if user.op != "output":
+                serves[node] |= serves[user]
+    return serves
+
+
+def _split_private(
+    graph: TrainingGraph, forward: set[fx.Node], flops: dict[fx.Node, sympy.Expr], serves: dict[fx.Node, int]
+) -> tuple[list[fx.Node], dict[int, list[fx.Node]]]:
+    """Backward nodes with FLOPs, as (chain, {gradient: its own dW products}).
+
+    A dW product is the last one before a gradient, serves it alone, and multiplies two activations: a product with a
+    parameter passes the gradient on (dY = dZ W^T), even when only the deepest tensor is left to receive it.
+    """
+    weights = _weight_of(graph)
+    private: dict[int, list[fx.Node]] = defaultdict(list)
+    for i, gradient in enumerate(graph.gradients().values()):
+        stack, seen = [gradient], set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node in forward:
+                continue
+            seen.add(node)
+            if node not in flops:
+                stack.extend(node.all_input_nodes)
+            elif serves[node] == 1 << i and _weight_read(node, weights) is None:
+                private[i].append(node)
+    taken = {node for nodes in private.values() for node in nodes}
+    return [n for n in flops if n not in forward and n not in taken and serves[n]], private
+
+
+_LAYOUT = ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select",
+           "_to_copy", "clone", "alias", "detach", "split", "getitem", "unbind")  # fmt: skip
+
+
+def _weight_of(graph: TrainingGraph) -> dict[fx.Node, str]:
+    """Parameter name of every node that is a parameter, seen through changes of layout and dtype."""
+    weights = dict(graph.parameter_nodes())
+    for node in graph.graph.nodes:
+        name = getattr(node.target, "overloadpacket", node.target)
+        if node.op == "call_function" and getattr(name, "__name__", "") in _LAYOUT:
+            source = node.args[0]
+            if isinstance(source, fx.Node) and source in weights:
+                weights[node] = weights[source]
+    return weights
+
+
+def _weight_read(node: fx.Node, weights: dict[fx.Node, str]) -> str | None:
+    return next((weights[n] for n in node.all_input_nodes if n in weights), None)
+
+
+def _attribute_chain(
+    graph: TrainingGraph, forward: set[fx.Node], chain: list[fx.Node], flops: dict[fx.Node, sympy.Expr]
+) -> dict[str, sympy.Expr]:
+    """t_dy per parameter: products with a parameter are its own; the others (attention) belong to the parameter that the
+    gradient passed last."""
+    weights = _weight_of(graph)
+    members = set(chain)
+    last: dict[fx.Node, str] = {}
+    total: dict[str, list[sympy.Expr]] = defaultdict(list)
+    for node in graph.graph.nodes:
+        if node in forward or node.op in ("placeholder", "output"):
+            continue
+        name = _weight_read(node, weights) if node in members else None
+        if name is None:
+            name = next((last[n] for n in reversed(node.all_input_nodes) if n in last), None)
+        if name is None:
+            continue
+        last[node] = name
+        if node in members:
+            total[name].append(flops[node])
+    return {name: sympy.Add(*parts) for name, parts in total.items()}

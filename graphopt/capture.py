@@ -1,0 +1,335 @@
+"""Capture: a model and example inputs become a `TrainingGraph` whose shapes are formulas of the batch size.
+
+Dynamo traces the user's Python to one graph, AOTAutograd traces forward and backward of it to one joint ATen graph. The
+batch dimension of every input is a symbol; a model whose code fixes the batch falls back to a static graph and says so.
+Nothing of the caller's is changed: the batch is marked on copies of the inputs, training flags and RNG are restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphopt import compat
+from graphopt.errors import CaptureError, InputError
+from graphopt.graph import Parameter, TrainingGraph, from_export
+from graphopt.normalise import normalise
+
+BatchDim = int | None | Mapping[str | int, int | None]
+"""Which dimension of each input is the batch: one number for all, or per input name (or position); None: no batch."""
+
+_PREFIX = "model."
+
+
+@dataclass(frozen=True)
+class FlatInputs:
+    """A call's arguments, flattened.
+
+    Attributes:
+        tensors: the tensor leaves.
+        constants: the other leaves, with None in the place of tensors.
+        positions: where the tensors stand among all leaves.
+        names: one readable name per tensor, for messages.
+        spec: pytree structure of `(args, kwargs)`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: tuple[Any, ...]
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    spec: Any
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call `model(...)` from what the user handed over.
+
+    Raises:
+        InputError: not a tensor, tuple, list or mapping.
+    """
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise InputError(
+        f"example_inputs must be a tensor, a tuple or a dict of tensors, not {type(example_inputs).__name__}. "
+        "Pass what you would pass to the model: a tuple for model(*inputs), a dict for model(**inputs)."
+    )
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatInputs:
+    """Split a call's arguments into tensors and constants."""
+    paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    positions = tuple(i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, Tensor))
+    return FlatInputs(
+        tensors=tuple(paths[i][1] for i in positions),
+        constants=tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in paths),
+        positions=positions,
+        names=tuple(".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in paths[i][0][1:]) for i in positions),
+        spec=spec,
+    )
+
+
+def batch_dims_of(inputs: FlatInputs, batch_dim: BatchDim) -> tuple[int | None, ...]:
+    """The batch dimension of each flat tensor; None for scalars and inputs declared to have no batch.
+
+    Raises:
+        InputError: a declared dimension does not exist.
+    """
+    dims: list[int | None] = []
+    for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
+        dim: int | None
+        if isinstance(batch_dim, Mapping):
+            key = int(name) if name.isdigit() else name
+            dim = batch_dim.get(key, 0)
+        else:
+            dim = batch_dim
+        if dim is None or tensor.dim() == 0:
+            dims.append(None)
+            continue
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise InputError(f"input {name!r} has shape {tuple(tensor.shape)} and no batch dimension {dim}.")
+        dims.append(dim % tensor.dim())
+    return tuple(dims)
+
+
+def batch_size_of(inputs: FlatInputs, dims: Sequence[int | None]) -> int | None:
+    """The common batch size; None when no input has a batch.
+
+    Raises:
+        InputError: the batch dimensions disagree.
+    """
+    sizes = {n: int(t.shape[d]) for n, t, d in zip(inputs.names, inputs.tensors, dims, strict=True) if d is not None}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise InputError(
+            f"the batch dimensions of the inputs disagree ({listed}). Give every input the same batch, or name the "
+            "dimension per input, e.g. batch_dim={'position_ids': None} for one without a batch."
+        )
+    return next(iter(sizes.values()), None)
+
+
+class _Call(nn.Module):
+    """`model` as a function of flat tensors: what Dynamo traces."""
+
+    def __init__(self, model: nn.Module, inputs: FlatInputs) -> None:
+        super().__init__()
+        self.model = model
+        self._constants = inputs.constants
+        self._positions = inputs.positions
+        self._spec = inputs.spec
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self._constants)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        return self.model(*args, **kwargs)
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, batch_dim: BatchDim = 0
+) -> TrainingGraph:
+    """Trace one training step's forward and backward of `model(*args, **kwargs)`.
+
+    Args:
+        model: in the mode (train or eval, per module) that is to be captured; real, fake or meta tensors.
+        args, kwargs: example arguments; tensors of any batch size.
+        batch_dim: see `BatchDim`.
+    Returns:
+        The joint graph, with `batch_size` that of the example.
+    Raises:
+        InputError: inputs that do not fit together.
+        CaptureError: no trainable parameter, no differentiable output, or Python that cannot be one graph.
+    """
+    compat.require_supported_torch()
+    inputs = flatten_call(args, kwargs or {})
+    dims = batch_dims_of(inputs, batch_dim)
+    batch_size = batch_size_of(inputs, dims)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise CaptureError(
+            "the model has no trainable parameters: set requires_grad=True on those to be trained before optimize()."
+        )
+    model, tensors = _without_storage(model, inputs.tensors)
+    with _unchanged_rng(tensors), _no_generation_cache(model):
+        if batch_size is None:
+            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
+        if batch_size == 0:
+            raise InputError("the batch is empty: pass at least one sample.")
+        repeats = _repeats(model, tensors, dims, batch_size)
+        try:
+            return _trace(model, inputs, _tiled(tensors, dims, repeats), dims, batch_size, None)
+        except compat.BatchSpecialised as error:
+            reason = "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
+            return _trace(model, inputs, tensors, dims, batch_size, reason)
+
+
+def _trace(
+    model: nn.Module,
+    inputs: FlatInputs,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+    batch_size: int,
+    static_reason: str | None,
+) -> TrainingGraph:
+    """One attempt: a symbolic batch if `static_reason` is None, else a static graph."""
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    if static_reason is None:
+        for tensor, dim in zip(tensors, dims, strict=True):
+            if dim is not None:
+                compat.mark_batch_symbolic(tensor, dim)
+    traced = compat.dynamo_capture(_Call(model, inputs), tensors)
+    with contextlib.ExitStack() as stack:
+        try:
+            export = compat.export_joint(stack, traced, tensors)
+        except RuntimeError as error:
+            if "does not require grad" in str(error) or "requires_grad" in str(error) and "output" in str(error):
+                raise CaptureError(_NO_GRADIENT) from error
+            raise
+    if not any(desc.kind == "tangent" for desc in export.inputs):
+        raise CaptureError(_NO_GRADIENT)
+    export = _without_prefix(export)
+    symbol = None
+    if static_reason is None:
+        symbol = _batch_symbol(export, dims)
+        if symbol is None:
+            static_reason = "the trace fixed the batch size"
+            return _trace(model, inputs, tensors, dims, batch_size, static_reason)
+    graph = from_export(export, _parameters(model), symbol, batch_size, tuple(dims), static_reason or "")
+    normalise(graph)
+    return graph
+
+
+_NO_GRADIENT = (
+    "no output of the model requires a gradient, so there is no backward to optimise. Pass labels so that a loss is "
+    "returned, and check that forward() does not run under torch.no_grad() or detach its result."
+)
+
+
+def _batch_symbol(export: compat.JointExport, dims: Sequence[int | None]) -> sympy.Symbol | None:
+    """The one symbol that all batch dimensions of the inputs share."""
+    placeholders = [node for node in export.module.graph.nodes if node.op == "placeholder"]
+    symbols = set()
+    for desc, node in zip(export.inputs, placeholders, strict=True):
+        if desc.kind == "input" and (dim := dims[desc.target]) is not None:
+            symbols.add(compat.expression(node.meta["val"].shape[dim]))
+    return symbols.pop() if len(symbols) == 1 and all(isinstance(s, sympy.Symbol) for s in symbols) else None
+
+
+def _without_prefix(export: compat.JointExport) -> compat.JointExport:
+    """Parameter and buffer names as the user's model has them."""
+
+    def strip(desc: compat.InputDesc) -> compat.InputDesc:
+        if desc.kind in ("parameter", "buffer"):
+            return compat.InputDesc(desc.kind, desc.target.removeprefix(_PREFIX))
+        return desc
+
+    def strip_output(desc: compat.OutputDesc) -> compat.OutputDesc:
+        if isinstance(desc.target, compat.InputDesc):
+            return compat.OutputDesc(desc.kind, strip(desc.target))
+        return desc
+
+    return compat.JointExport(
+        export.module,
+        tuple(strip(d) for d in export.inputs),
+        tuple(strip_output(d) for d in export.outputs),
+        export.aliases,
+        export.out_spec,
+        export.guards,
+        export.ranges,
+    )
+
+
+def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
+    """Every parameter once, in registration order; tied weights carry their further names."""
+    names: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        tensors[id(parameter)] = parameter
+    return tuple(
+        Parameter(names[key][0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[key][1:]))
+        for key, p in tensors.items()
+    )
+
+
+def _repeats(model: nn.Module, tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int) -> int:
+    """How often to repeat the example so that its batch is at least 2 and equals no other size in sight.
+
+    A trace with a batch of 1 is special to torch, and one that equals, say, the sequence length makes code that compares
+    sizes look as if it depended on the batch. Multiples keep any divisibility that the model asks for.
+    """
+    taken = {int(s) for p in model.parameters() for s in p.shape}
+    taken |= {int(s) for t, d in zip(tensors, dims, strict=True) for i, s in enumerate(t.shape) if i != d}
+    repeats = 2 if batch_size == 1 else 1
+    while batch_size * repeats in taken:
+        repeats += 1
+    return repeats
+
+
+def _tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) -> list[Tensor]:
+    if repeats == 1:
+        return list(tensors)
+    with torch.no_grad():
+        return [t if d is None else torch.cat([t] * repeats, dim=d) for t, d in zip(tensors, dims, strict=True)]
+
+
+def _without_storage(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
+    """Meta tensors trace without a backward: replace them by fake ones (shapes without memory) on the CPU."""
+    held = [*model.parameters(), *model.buffers()]
+    mode = compat.fake_mode_of([*held, *tensors])
+    if mode is None and not any(t.is_meta for t in (*held, *tensors)):
+        return model, tensors
+    mode = mode or compat.new_fake_mode()
+    memo: dict[int, Any] = {}
+    with mode:
+
+        def fake(t: Tensor) -> Tensor:
+            if compat.fake_mode_of([t]) is not None:
+                return t
+            device = "cpu" if t.is_meta else t.device
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+        for tensor in held:
+            replacement = fake(tensor)
+            if isinstance(tensor, nn.Parameter) and not isinstance(replacement, nn.Parameter):
+                replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = replacement
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and name not in ("_parameters", "_buffers"):
+                    memo[id(value)] = fake(value)
+        inputs = [fake(t).requires_grad_(t.requires_grad) for t in tensors]
+    return copy.deepcopy(model, memo), inputs
+
+
+@contextlib.contextmanager
+def _unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
+    devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda" and torch.cuda.is_available()})
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextlib.contextmanager
+def _no_generation_cache(model: nn.Module) -> Iterator[None]:
+    """Generative models return a key and value cache unless told not to; training has no use for it."""
+    configs = {
+        id(m.config): m.config for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False)
+    }
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True

@@ -1,0 +1,403 @@
+"""Every non-public torch API that graphopt uses, in one place.
+
+Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types defined here (`JointExport`, `InputDesc`,
+`OutputDesc`) and ordinary FX graphs, so a new torch release means mending this file alone.
+
+Map: versions -> `require_supported_torch`; capture -> `dynamo_capture`, `export_joint`; retrace -> `retrace`;
+lowering -> `partition`, `compile_inductor`; tracing artifacts -> `trace_artifact`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from graphopt.errors import CaptureError, TorchVersionError
+
+SUPPORTED = ((2, 11), (2, 13))
+
+
+def require_supported_torch(version: str = torch.__version__) -> None:
+    """Raise `TorchVersionError` unless `version` is a torch release that graphopt was tested with."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    low, high = SUPPORTED
+    if not low <= (major, minor) <= high:
+        raise TorchVersionError(
+            f"graphopt needs torch {low[0]}.{low[1]} to {high[0]}.{high[1]}, found {version}. "
+            f"Install a supported one, for instance: pip install 'torch=={high[0]}.{high[1]}.*'"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- capture
+
+
+@dataclass(frozen=True)
+class InputDesc:
+    """What a placeholder of the joint graph is.
+
+    Attributes:
+        kind: "parameter" and "buffer" (target: qualified name), "input" (target: index among the flat tensor inputs),
+            "tangent" (target: the `OutputDesc` it is the gradient of) or "other".
+    """
+
+    kind: str
+    target: Any
+
+
+@dataclass(frozen=True)
+class OutputDesc:
+    """What an output of the joint graph is.
+
+    Attributes:
+        kind: "output" (target: index among the model's flat outputs), "mutation" (target: the mutated `InputDesc`),
+            "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`) or "none".
+    """
+
+    kind: str
+    target: Any
+
+
+@dataclass(frozen=True)
+class OutputAlias:
+    """How one flat output of the model relates to other tensors.
+
+    Attributes:
+        kind: "fresh" (its own value), "input" (a view of flat graph input `base`), "intermediate" (a view of the graph
+            output at position `base` of the model's outputs followed by the bases), or "constant" (not a tensor).
+        base: see `kind`; None for "fresh".
+        exact: the output is the base itself, not a view of it.
+        differentiable: gradients flow through it in eager mode.
+    """
+
+    kind: str
+    base: int | None
+    exact: bool
+    differentiable: bool
+
+
+@dataclass(frozen=True)
+class JointExport:
+    """A joint forward and backward graph with plain descriptors; see `InputDesc` and `OutputDesc`."""
+
+    module: fx.GraphModule
+    inputs: tuple[InputDesc, ...]
+    outputs: tuple[OutputDesc, ...]
+    aliases: tuple[OutputAlias, ...]
+    out_spec: Any
+    guards: tuple[sympy.Basic, ...]
+    ranges: dict[sympy.Symbol, Any]
+
+
+class BatchSpecialised(Exception):
+    """Internal: the model's code fixed the batch size while it was traced; the text says where."""
+
+
+def mark_batch_symbolic(tensor: Tensor, dim: int) -> None:
+    """Ask Dynamo to trace dimension `dim` of `tensor` as a symbol."""
+    torch._dynamo.mark_dynamic(tensor, dim)
+
+
+def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace `module(*args)` to one FX graph, without running it.
+
+    Raises:
+        BatchSpecialised: a dimension marked by `mark_batch_symbolic` was fixed by the model's code.
+        CaptureError: the model cannot be traced as one graph; names the user's source line.
+    """
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+
+    warn_once = getattr(logging.Logger, "warning_once", None)
+    with torch._dynamo.config.patch(
+        ignore_logging_functions=set() if warn_once is None else {warn_once},
+        allow_rnn=True,
+    ):
+        try:
+            return dynamo_graph_capture_for_export(module)(*args)
+        except ConstraintViolationError as error:
+            raise BatchSpecialised(str(error)) from error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if "ConstraintViolation" in str(error) or "mark_dynamic" in str(error):
+                raise BatchSpecialised(str(error)) from error
+            raise CaptureError(_explain_graph_break(error)) from error
+
+
+def _explain_graph_break(error: Exception) -> str:
+    """One readable message out of Dynamo's: the reason, the user's source line, and what to do."""
+    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = [
+        f
+        for f in getattr(error, "real_stack", None) or ()
+        if "/torch/" not in f.filename and "graphopt/" not in f.filename
+    ]
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+    return (
+        f"the model cannot be captured as one graph{where}. Reason: {reason}. Remedy: move that line out of forward(), "
+        "replace it by tensor operations (torch.where, torch.cond), or pass its result in as an input."
+    )
+
+
+def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Tensor]) -> JointExport:
+    """Trace forward and backward of `module(*args)` to one ATen graph.
+
+    Args:
+        stack: stays open as long as the returned graph is traced further.
+        module: what `dynamo_capture` returned, or any module that AOTAutograd can trace.
+        args: the flat tensor inputs.
+
+    Raises:
+        CaptureError: no output requires a gradient, or the model does something a joint graph cannot hold.
+    """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+    fake_mode = getattr(module, "meta", {}).get("fake_mode")
+    if fake_mode is not None:
+        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
+    joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
+    metadata = joint._aot_state.fw_metadata
+    for info in metadata.input_info:
+        if info.mutates_metadata or (info.mutates_data and info.requires_grad):
+            raise CaptureError(
+                "forward() resizes, re-strides or changes in place a tensor that requires a gradient. "
+                "Remedy: compute a new tensor instead, or make the change under torch.no_grad() outside forward()."
+            )
+    graph = joint.graph_module.graph
+    output = graph.output_node()
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    shape_env = joint.fake_mode.shape_env
+    return JointExport(
+        module=joint.graph_module,
+        inputs=tuple(_describe_input(node.meta["desc"]) for node in placeholders),
+        outputs=tuple(
+            OutputDesc("none", None) if desc is None else _describe_output(desc) for desc in output.meta["desc"]
+        ),
+        aliases=tuple(_describe_alias(info) for info in metadata.output_info),
+        out_spec=joint.out_spec,
+        guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
+        ranges={} if shape_env is None else dict(shape_env.var_to_range),
+    )
+
+
+def _describe_input(desc: Any) -> InputDesc:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    match desc:
+        case d.ParamAOTInput():
+            return InputDesc("parameter", desc.target)
+        case d.BufferAOTInput():
+            return InputDesc("buffer", desc.target)
+        case d.PlainAOTInput():
+            return InputDesc("input", desc.idx)
+        case d.TangentAOTInput():
+            return InputDesc("tangent", _describe_output(desc.output))
+    raise CaptureError(f"the model takes or makes a kind of tensor that graphopt does not support: {desc.expr()}")
+
+
+def _describe_output(desc: Any) -> OutputDesc:
+    from torch._functorch._aot_autograd import descriptors as d
+
+    match desc:
+        case d.PlainAOTOutput():
+            return OutputDesc("output", desc.idx)
+        case d.InputMutationAOTOutput():
+            return OutputDesc("mutation", _describe_input(desc.mutated_input))
+        case d.IntermediateBaseAOTOutput():
+            return OutputDesc("base", _describe_output(desc.base_of).target)
+        case d.GradAOTOutput():
+            return OutputDesc("gradient", _describe_input(desc.grad_of))
+    raise CaptureError(f"the model returns a kind of tensor that graphopt does not support: {desc.expr()}")
+
+
+def _describe_alias(info: Any) -> OutputAlias:
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    kinds = {
+        OutputType.alias_of_input: "input",
+        OutputType.is_input: "input",
+        OutputType.alias_of_intermediate: "intermediate",
+        OutputType.alias_of_intermediate_save_as_output: "intermediate",
+        OutputType.alias_of_intermediate_base_is_user_output: "output",
+    }
+    kind = kinds.get(info.output_type, "fresh" if issubclass(info.raw_type, Tensor) else "constant")
+    return OutputAlias(kind, info.base_idx, info.output_type is OutputType.is_input, info.requires_grad)
+
+
+def expression(value: Any) -> sympy.Expr:
+    """The sympy expression of an int or a symbolic int, with every replacement known to its shape environment."""
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
+    return sympy.Integer(value)
+
+
+# ---------------------------------------------------------------------------------------------------------------- retrace
+
+
+def new_fake_mode() -> Any:
+    """A mode in which tensors have shapes and dtypes but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
+    """The mode of the first fake tensor among `tensors`, or None."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+
+
+def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, decompose: bool) -> fx.GraphModule:
+    """Trace `module` again for the concrete shapes of `args` (fake tensors), keeping node metadata.
+
+    Args:
+        decompose: also rewrite operators to those that Inductor lowers.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table() if decompose else {}
+
+    def run(*flat: Tensor) -> Any:
+        return fx.Interpreter(module).run(*flat)
+
+    with (
+        fake_mode,
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+        _unsynced_tracing_context(fake_mode),
+    ):
+        return fx.experimental.proxy_tensor.make_fx(run, decomposition_table=table)(*args)
+
+
+@contextlib.contextmanager
+def _unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
+    context = torch._guards.TracingContext(fake_mode)
+    with torch._guards.tracing(context):
+        yield context
+
+
+# --------------------------------------------------------------------------------------------------------------- lowering
+
+
+def partition(
+    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph into forward and backward graphs; `inductor` also runs its joint passes and min-cut.
+
+    The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
+    the tangents. Without Inductor nothing is recomputed: an unfused graph gains nothing from it.
+    """
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+    from torch._inductor import compile_fx
+
+    if not inductor:
+        return default_partition(
+            joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
+        )
+    device = next((n.meta["val"].device for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)), None)
+    joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+    return min_cut_rematerialization_partition(
+        joint,
+        (),
+        compiler="inductor",
+        num_fwd_outputs=num_forward_outputs,
+        static_lifetime_input_indices=list(static_inputs),
+    )
+
+
+@dataclass(frozen=True)
+class CompiledPair:
+    """A compiled forward and backward; each takes one list of arguments, which it empties, and returns a sequence."""
+
+    forward: Callable[[list[Any]], Sequence[Any]]
+    backward: Callable[[list[Any]], Sequence[Any]]
+
+
+def compile_inductor(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_mutations: int,
+    num_outputs: int,
+    static_inputs: Sequence[int],
+) -> CompiledPair:
+    """Compile a partitioned pair with Inductor.
+
+    Args:
+        num_mutations, num_outputs: the forward returns updated buffers, then the model's outputs, then saved tensors.
+        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    fake_mode = fake_mode_of([n.meta["val"] for n in forward.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
+    device_index = BoxedDeviceIndex(None)
+
+    def compile_one(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
+        output = module.graph.output_node()
+        leaves = list(output.args[0])
+        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
+        inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+        return compile_fx_inner(
+            module,
+            inputs,
+            static_input_idxs=list(static),
+            cudagraphs=BoxedBool(False),
+            is_backward=is_backward,
+            boxed_forward_device_index=device_index,
+        )
+
+    with torch.no_grad(), torch._C._DisableAutocast(), V.set_fake_mode(fake_mode), _unsynced_tracing_context(fake_mode):
+        visible = range(num_mutations, num_mutations + num_outputs)
+        with torch._guards.TracingContext.report_output_strides() as strides:
+            compiled_forward = compile_one(forward, visible, static_inputs, is_backward=False)
+        _restride_saved(forward, backward, strides)
+        num_gradients = len(backward.graph.output_node().args[0])
+        num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
+        compiled_backward = compile_one(backward, range(num_gradients), range(num_saved), is_backward=True)
+    return CompiledPair(compiled_forward, compiled_backward)
+
+
+def _restride_saved(forward: fx.GraphModule, backward: fx.GraphModule, strides: Sequence[Any] | None) -> None:
+    """Tell the backward which memory layout the compiled forward gave to the tensors that it saves."""
+    if strides is None:
+        return
+    produced = {
+        node.name: stride
+        for node, stride in zip(forward.graph.output_node().args[0], strides, strict=False)
+        if isinstance(node, fx.Node) and stride is not None
+    }
+    for node in backward.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name in produced and isinstance(value, Tensor):
+            stride = tuple(int(s) for s in produced[node.name])
+            if tuple(value.stride()) != stride:
+                node.meta["val"] = value.as_strided(value.size(), stride)
+
+
+def release_saved_tensors(ctx: Any) -> None:
+    """Drop an autograd context's own references to saved tensors, so that a backward can free each after its last use."""
+    release = getattr(ctx, "maybe_clear_saved_tensors", None)
+    if release is not None:
+        release()
+
+
+# ----------------------------------------------------------------------------------------------------------------- tracing
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Hand `text` to torch's structured trace, so that TORCH_TRACE and tlparse show it as artifact `name`."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)

@@ -1,0 +1,29 @@
+"""What can go wrong, in the user's terms: every message names the cause and the remedy."""
+
+
+class GraphoptError(Exception):
+    """Base of all errors that graphopt raises on purpose."""
+
+
+class BudgetError(GraphoptError, ValueError):
+    """A budget that is malformed, that no pass serves, or that cannot be met."""
+
+
+class InputError(GraphoptError, ValueError):
+    """Example or training inputs that graphopt cannot use."""
+
+
+class CaptureError(GraphoptError, RuntimeError):
+    """The model could not be traced to a joint forward and backward graph."""
+
+
+class PassError(GraphoptError, ValueError):
+    """An unknown pass, a pass applied out of contract, or a rewrite that fails verification."""
+
+
+class ImportanceError(GraphoptError, ValueError):
+    """Importance could not be measured, or is not finite."""
+
+
+class TorchVersionError(GraphoptError, ImportError):
+    """The installed torch is outside the supported range."""

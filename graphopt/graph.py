@@ -1,0 +1,263 @@
+"""TrainingGraph: a typed view of a joint forward and backward FX graph.
+
+The joint graph takes every parameter, buffer, flat input and tangent (the gradient of an output) and returns updated
+buffers, the model's outputs and one gradient per parameter. Shapes are expressions of one batch symbol `B`, so everything
+that is read off the graph (FLOPs, bytes) is a formula in `B`. Passes rewrite a clone, through the few methods here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, expression
+from graphopt.errors import PassError
+
+BATCH = sympy.Symbol("B", integer=True, positive=True)
+"""The batch symbol in every formula that graphopt hands out."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model as the graph sees it.
+
+    Attributes:
+        name: qualified name, as in `model.named_parameters()`.
+        aliases: further names of the same tensor (tied weights).
+        shape, dtype: of the tensor.
+        trainable: its `requires_grad` was set when the model was captured.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass
+class TrainingGraph:
+    """A joint graph and the meaning of its inputs and outputs.
+
+    Attributes:
+        module: the FX graph module; placeholders and outputs are in the order of `inputs` and `outputs`.
+        parameters: every parameter once; aliases of tied weights are merged.
+        aliases: per flat output of the model, how it relates to other tensors.
+        out_spec: pytree structure of the model's output.
+        symbol: the batch symbol inside the graph's shapes, or None for a static graph.
+        batch_size: the batch of the example inputs.
+        static_reason: why the batch is not symbolic, or "".
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[InputDesc, ...]
+    outputs: tuple[OutputDesc, ...]
+    parameters: tuple[Parameter, ...]
+    aliases: tuple[OutputAlias, ...]
+    out_spec: Any
+    symbol: sympy.Symbol | None
+    batch_size: int
+    batch_dims: tuple[int | None, ...] = ()
+    static_reason: str = ""
+    guards: tuple[sympy.Basic, ...] = ()
+    minimum_batch: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    # ------------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """Input nodes, in the order of `inputs`."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def results(self) -> tuple[fx.Node | None, ...]:
+        """Output nodes, in the order of `outputs`; None for a gradient that is not computed."""
+        return tuple(self.graph.output_node().args[0])
+
+    @property
+    def trainable(self) -> tuple[Parameter, ...]:
+        """Parameters whose gradient the graph computes now."""
+        computed = self.gradients()
+        return tuple(p for p in self.parameters if p.name in computed)
+
+    def gradients(self) -> dict[str, fx.Node]:
+        """Gradient node by parameter name, for every gradient that the graph computes."""
+        return {
+            desc.target.target: node
+            for desc, node in zip(self.outputs, self.results, strict=True)
+            if desc.kind == "gradient" and desc.target.kind == "parameter" and node is not None
+        }
+
+    def forward_results(self) -> list[fx.Node]:
+        """Nodes that the forward alone must produce: updated buffers, outputs and their bases."""
+        return [
+            node
+            for desc, node in zip(self.outputs, self.results, strict=True)
+            if desc.kind in ("mutation", "output", "base") and isinstance(node, fx.Node)
+        ]
+
+    def parameter_nodes(self) -> dict[fx.Node, str]:
+        """Parameter name by placeholder."""
+        return {
+            node: desc.target
+            for desc, node in zip(self.inputs, self.placeholders, strict=True)
+            if desc.kind == "parameter"
+        }
+
+    def formula(self, value: Any) -> sympy.Expr:
+        """An int or symbolic int of this graph as an expression of `BATCH`."""
+        expr = expression(value)
+        return expr if self.symbol is None else expr.subs(self.symbol, BATCH)
+
+    def at(self, value: Any, batch_size: int) -> int:
+        """An int or symbolic int of this graph at a concrete batch size."""
+        if isinstance(value, int):
+            return value
+        expr = expression(value)
+        return int(expr if self.symbol is None else expr.subs(self.symbol, batch_size))
+
+    def accepts(self, batch_size: int) -> bool:
+        """Whether the graph is valid for `batch_size`: every condition the trace relied on holds there."""
+        if self.symbol is None:
+            return batch_size == self.batch_size
+        if batch_size < self.minimum_batch:
+            return False
+        return all(guard.subs(self.symbol, batch_size) != sympy.false for guard in self.guards)
+
+    # ---------------------------------------------------------------------------------------------------------- rewriting
+
+    def clone(self) -> TrainingGraph:
+        """A copy whose graph can be rewritten without touching this one; tensors and metadata are shared."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        output = graph.graph_copy(self.graph, mapping)
+        result = graph.output(output)
+        result.meta = copy.copy(self.graph.output_node().meta)
+        return replace(self, module=fx.GraphModule(self.module, graph), notes=list(self.notes))
+
+    def drop_gradient(self, name: str) -> None:
+        """Stop returning the gradient of parameter `name`; `eliminate_dead_code` removes what only it needed.
+
+        Raises:
+            PassError: the graph has no gradient for `name`.
+        """
+        results = list(self.results)
+        for position, desc in enumerate(self.outputs):
+            if desc.kind == "gradient" and desc.target.target == name and results[position] is not None:
+                results[position] = None
+                self.graph.output_node().args = (tuple(results),)
+                return
+        raise PassError(f"the graph computes no gradient for {name!r}; it may be frozen or unused")
+
+    def eliminate_dead_code(self) -> int:
+        """Remove nodes that no output needs; returns how many."""
+        before = len(self.graph.nodes)
+        needed: set[fx.Node] = set()
+        stack = [node for node in self.results if isinstance(node, fx.Node)]
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        for node in reversed(list(self.graph.nodes)):
+            if node.op not in ("placeholder", "output") and node not in needed:
+                self.graph.erase_node(node)
+        self.module.recompile()
+        return before - len(self.graph.nodes)
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and everything that they are computed from."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def from_export(
+    export: JointExport,
+    parameters: tuple[Parameter, ...],
+    symbol: sympy.Symbol | None,
+    batch_size: int,
+    batch_dims: tuple[int | None, ...],
+    static_reason: str,
+) -> TrainingGraph:
+    """Wrap an exported joint graph: alias descriptors merged, guards reduced to those about the batch."""
+    minimum = 1 if symbol is None else max(1, int(export.ranges[symbol].lower))
+    graph = TrainingGraph(
+        module=export.module,
+        inputs=export.inputs,
+        outputs=export.outputs,
+        parameters=parameters,
+        aliases=export.aliases,
+        out_spec=export.out_spec,
+        symbol=symbol,
+        batch_size=batch_size,
+        batch_dims=batch_dims,
+        static_reason=static_reason,
+        guards=tuple(g for g in export.guards if g.free_symbols == {symbol}),
+        minimum_batch=minimum,
+    )
+    _merge_tied_weights(graph)
+    return graph
+
+
+def _merge_tied_weights(graph: TrainingGraph) -> None:
+    """Where one tensor came in under several names, sum the gradients into the first name's.
+
+    Every later name keeps its (unused) placeholder, so that positions do not move.
+    """
+    owner = {alias: p.name for p in graph.parameters for alias in (p.name, *p.aliases)}
+    first: dict[str, fx.Node] = {}
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind != "parameter":
+            continue
+        name = owner[desc.target]
+        if name in first:
+            node.replace_all_uses_with(first[name])
+        else:
+            first[name] = node
+    results = list(graph.results)
+    position_of: dict[str, int] = {}
+    output = graph.graph.output_node()
+    outputs = list(graph.outputs)
+    for position, desc in enumerate(outputs):
+        if desc.kind != "gradient" or desc.target.kind != "parameter":
+            continue
+        name = owner[desc.target.target]
+        outputs[position] = OutputDesc("gradient", InputDesc("parameter", name))
+        if name not in position_of:
+            position_of[name] = position
+        elif results[position] is not None:
+            kept = position_of[name]
+            if results[kept] is None:
+                results[kept] = results[position]
+            else:
+                with graph.graph.inserting_before(output):
+                    total = graph.graph.call_function(torch.ops.aten.add.Tensor, (results[kept], results[position]))
+                total.meta = {k: v for k, v in results[kept].meta.items() if k in ("val", "partitioner_tag")}
+                results[kept] = total
+            results[position] = None
+            outputs[position] = OutputDesc("none", None)
+        else:
+            outputs[position] = OutputDesc("none", None)
+    graph.inputs = tuple(InputDesc("parameter", owner[d.target]) if d.kind == "parameter" else d for d in graph.inputs)
+    graph.outputs = tuple(outputs)
+    output.args = (tuple(results),)
+    graph.module.recompile()

@@ -1,0 +1,38 @@
+"""Bring a captured joint graph to the form that analyses and passes expect."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+from graphopt.graph import TrainingGraph
+
+aten = torch.ops.aten
+
+
+def normalise(graph: TrainingGraph) -> None:
+    """Rewrite `graph` in place; the values that it computes stay the same."""
+    split_convolution_backward(graph)
+    graph.eliminate_dead_code()
+
+
+def split_convolution_backward(graph: TrainingGraph) -> None:
+    """One node per gradient of a convolution.
+
+    `convolution_backward` computes dX, dW and db in one call, under a mask. As one node, nobody could drop dW and keep
+    dX; libraries run them as separate kernels anyway.
+    """
+    for node in list(graph.graph.nodes):
+        if node.target is not aten.convolution_backward.default:
+            continue
+        *rest, mask = node.args
+        for user in list(node.users):
+            if user.target is not operator.getitem or sum(mask) == 1:
+                continue
+            index = user.args[1]
+            with graph.graph.inserting_before(user):
+                single = graph.graph.call_function(node.target, (*rest, [i == index for i in range(3)]))
+            single.meta = dict(node.meta)
+            single.meta["val"] = tuple(v if i == index else None for i, v in enumerate(node.meta["val"]))
+            user.args = (single, index)

@@ -1,0 +1,52 @@
+"""Substitution of the batch symbol: the symbolic joint graph becomes a static one for the batch at hand, without a trace
+of the user's model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from graphopt import compat
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+
+
+def concrete_inputs(graph: TrainingGraph, batch_size: int, fake_mode: object) -> list[Tensor]:
+    """Fake tensors for every placeholder of `graph`, with `B` set to `batch_size`."""
+    tensors = []
+    with fake_mode:  # type: ignore[attr-defined]
+        for node in graph.placeholders:
+            value = node.meta["val"]
+            tensors.append(
+                torch.empty_strided(
+                    [graph.at(s, batch_size) for s in value.shape],
+                    [graph.at(s, batch_size) for s in value.stride()],
+                    dtype=value.dtype,
+                    device=value.device,
+                )
+            )
+    return tensors
+
+
+def specialise(graph: TrainingGraph, batch_size: int, decompose: bool = False) -> TrainingGraph:
+    """A static copy of `graph` for one batch size.
+
+    Args:
+        batch_size: samples; must satisfy `graph.accepts`.
+        decompose: also rewrite operators to those that Inductor lowers.
+    Raises:
+        PassError: the graph's trace relied on a condition that this batch size does not meet.
+    """
+    if not graph.accepts(batch_size):
+        raise PassError(f"the captured graph is not valid for a batch of {batch_size}; capture the model again.")
+    fake_mode = compat.new_fake_mode()
+    module = compat.retrace(graph.module, concrete_inputs(graph, batch_size, fake_mode), fake_mode, decompose)
+    # The partitioner tells inputs from tangents by these names.
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for position, (desc, node) in enumerate(zip(graph.inputs, placeholders, strict=True)):
+        node.name = node.target = f"{'tangents' if desc.kind == 'tangent' else 'primals'}_{position + 1}"
+        node.meta.pop("partitioner_tag", None)
+    module.recompile()
+    return replace(graph, module=module, symbol=None, batch_size=batch_size, guards=(), minimum_batch=1)
