@@ -1,1 +1,43 @@
-"""graphopt: a compiler that makes fine-tuning cheaper."""
+"""graphopt: the same training, cheaper.
+
+`optimize` turns a model into one whose training step is compiled under a budget; `analyze` counts what a step costs.
+
+Map of the package: `api` is the pipeline; `capture`, `graph`, `specialise`, `lower` carry a model through the compiler;
+`analysis` counts, `planner` decides, `passes` rewrite, `runtime` runs; `report`, `dump`, `cli` show; `compat` holds every
+non-public torch API.
+"""
+
+from graphopt import errors, passes
+from graphopt.api import Analysis, analyze, optimize
+from graphopt.budget import Budget
+from graphopt.errors import (
+    BudgetError,
+    CaptureError,
+    GraphoptError,
+    ImportanceError,
+    InputError,
+    PassError,
+    TorchVersionError,
+)
+from graphopt.runtime.controllers import SelectionController
+from graphopt.runtime.module import OptimizedModule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Analysis",
+    "Budget",
+    "BudgetError",
+    "CaptureError",
+    "GraphoptError",
+    "ImportanceError",
+    "InputError",
+    "OptimizedModule",
+    "PassError",
+    "SelectionController",
+    "TorchVersionError",
+    "analyze",
+    "errors",
+    "optimize",
+    "passes",
+]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,10 +116,14 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     warn_once = getattr(logging.Logger, "warning_once", None)
-    with torch._dynamo.config.patch(
+    with warnings.catch_warnings(), torch._dynamo.config.patch(
         ignore_logging_functions=set() if warn_once is None else {warn_once},
         allow_rnn=True,
+        assume_static_by_default=True,
+        automatic_dynamic_shapes=False,
     ):
+        # Attributes that forward() sets are not replayed by the compiled step, nor needed by it.
+        warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         try:
             return dynamo_graph_capture_for_export(module)(*args)
         except ConstraintViolationError as error:
@@ -240,6 +245,11 @@ def expression(value: Any) -> sympy.Expr:
 # ---------------------------------------------------------------------------------------------------------------- retrace
 
 
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Run operators as they are, whatever autocast the caller is in."""
+    return torch._C._DisableAutocast()
+
+
 def new_fake_mode() -> Any:
     """A mode in which tensors have shapes and dtypes but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -271,7 +281,7 @@ def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, deco
     with (
         fake_mode,
         torch.no_grad(),
-        torch._C._DisableAutocast(),
+        no_autocast(),
         enable_python_dispatcher(),
         fx.traceback.preserve_node_meta(),
         _unsynced_tracing_context(fake_mode),
@@ -299,13 +309,15 @@ def partition(
     """
     from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
     from torch._inductor import compile_fx
+    from torch._inductor.virtualized import V
 
     if not inductor:
         return default_partition(
             joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
         )
-    device = next((n.meta["val"].device for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)), None)
-    joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+    values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    with V.set_fake_mode(fake_mode_of(values)):
+        joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
     return min_cut_rematerialization_partition(
         joint,
         (),
@@ -358,7 +370,7 @@ def compile_inductor(
             boxed_forward_device_index=device_index,
         )
 
-    with torch.no_grad(), torch._C._DisableAutocast(), V.set_fake_mode(fake_mode), _unsynced_tracing_context(fake_mode):
+    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), _unsynced_tracing_context(fake_mode):
         visible = range(num_mutations, num_mutations + num_outputs)
         with torch._guards.TracingContext.report_output_strides() as strides:
             compiled_forward = compile_one(forward, visible, static_inputs, is_backward=False)

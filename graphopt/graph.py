@@ -190,6 +190,18 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
+def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """`nodes` and everything that is computed from them."""
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.users)
+    return seen
+
+
 def from_export(
     export: JointExport,
     parameters: tuple[Parameter, ...],
@@ -199,6 +211,7 @@ def from_export(
     static_reason: str,
 ) -> TrainingGraph:
     """Wrap an exported joint graph: alias descriptors merged, guards reduced to those about the batch."""
+    export.module.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs, not the exporter's nesting
     minimum = 1 if symbol is None else max(1, int(export.ranges[symbol].lower))
     graph = TrainingGraph(
         module=export.module,

@@ -48,13 +48,14 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
     num_forward = sum(kind in ("mutation", "output", "base") for kind in kinds)
     static = [i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer")]
     inductor = backend == "inductor"
+    layout = _Layout.of(graph)
     forward, backward = compat.partition(graph.module, num_forward, static, inductor)
     if inductor:
         num_mutations = kinds.count("mutation")
         pair = compat.compile_inductor(forward, backward, num_mutations, num_forward - num_mutations, static)
     else:
         pair = compat.CompiledPair(_boxed(forward, backend), _boxed(backward, backend))
-    return Lowered(forward, backward, _Runner(graph, forward, backward, pair))
+    return Lowered(forward, backward, _Runner(layout, backward, pair))
 
 
 def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Sequence[Any]]:
@@ -91,71 +92,72 @@ class _Tangent:
         return laid_out.copy_(gradient)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything stands in the inputs and outputs of a joint graph; read before the partitioner rewrites it.
+
+    Attributes:
+        mutated: input position of each updated buffer that the forward returns first.
+        num_results, num_outputs: the model's outputs with and without the bases that some of them are views of.
+        aliases: see `OutputAlias`, per output.
+        tangents: by placeholder name, what the backward expects.
+        gradients: (index among the backward's results, input position) of every gradient that is computed.
+    """
+
+    mutated: tuple[int, ...]
+    num_results: int
+    num_outputs: int
+    aliases: tuple[compat.OutputAlias, ...]
+    tangents: dict[str, _Tangent]
+    gradients: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, graph: TrainingGraph) -> _Layout:
+        descs = graph.outputs
+        results = [d for d in descs if d.kind in ("output", "base")]
+        position = {(d.kind, d.target): i for i, d in enumerate(results)}
+        tangents = {}
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if desc.kind == "tangent":
+                v = node.meta["val"]
+                result = position[desc.target.kind, desc.target.target]
+                tangents[node.name] = _Tangent(result, tuple(v.shape), tuple(v.stride()), v.dtype, v.device)
+        returned = [(d, node) for d, node in zip(descs, graph.results, strict=True) if d.kind in ("gradient", "none")]
+        return cls(
+            mutated=tuple(graph.inputs.index(d.target) for d in descs if d.kind == "mutation"),
+            num_results=len(results),
+            num_outputs=sum(d.kind == "output" for d in results),
+            aliases=graph.aliases,
+            tangents=tangents,
+            gradients=tuple((k, graph.inputs.index(d.target)) for k, (d, node) in enumerate(returned) if node is not None),
+        )
+
+
 class _Runner:
     """Calls the compiled pair; see the module's docstring."""
 
-    def __init__(
-        self, graph: TrainingGraph, forward: fx.GraphModule, backward: fx.GraphModule, pair: compat.CompiledPair
-    ) -> None:
+    def __init__(self, layout: _Layout, backward: fx.GraphModule, pair: compat.CompiledPair) -> None:
+        self.layout = layout
         self.pair = pair
-        descs = graph.outputs
-        self.mutated = [_input_position(graph, d.target) for d in descs if d.kind == "mutation"]
-        results = [d for d in descs if d.kind in ("output", "base")]
-        self.num_results = len(results)
-        self.num_outputs = sum(d.kind == "output" for d in results)
-        self.bases = [d.target for d in results if d.kind == "base"]
-        self.aliases = graph.aliases
-        position = {(d.kind, d.target): i for i, d in enumerate(results)}
-        self.tangents = []
-        self.forward_inputs = []
-        for i, (desc, node) in enumerate(zip(graph.inputs, graph.placeholders, strict=True)):
-            if desc.kind != "tangent":
-                self.forward_inputs.append(i)
-                continue
-            value = node.meta["val"]
-            self.tangents.append(
-                _Tangent(
-                    position[(desc.target.kind, desc.target.target)],
-                    tuple(value.shape),
-                    tuple(value.stride()),
-                    value.dtype,
-                    value.device,
-                )
-            )
-        self.differentiable = {t.result for t in self.tangents}
-        # Position among the inputs of every gradient that the backward returns.
-        gradient_of = [_input_position(graph, d.target) if d.kind == "gradient" else None for d in descs]
-        computed = graph.results
-        self.gradients = [
-            (k, gradient_of[i])
-            for k, i in enumerate(j for j, d in enumerate(descs) if d.kind in ("gradient", "none"))
-            if gradient_of[i] is not None and computed[i] is not None
-        ]
-        self.differentiated = [position for _, position in self.gradients]
-        self.num_inputs = len(self.forward_inputs)
-        # The forward returns results first and then what it saves, in the order of the backward's own inputs.
-        names = [n.name for n in backward.graph.nodes if n.op == "placeholder"]
-        tangent_names = {n.name for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent"}
-        self.num_saved = len([n for n in names if n not in tangent_names])
-        used = [i for i, n in enumerate(t for t in names if t in tangent_names)]
-        order = [n.name for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent"]
-        self.used_tangents = [order.index(n) for n in names if n in tangent_names]
-        del used, forward
+        self.differentiable = {t.result for t in layout.tangents.values()}
+        # The backward takes what the forward saved, then those tangents that it reads.
+        taken = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
+        self.tangents = [layout.tangents[name] for name in taken if name in layout.tangents]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the step on the joint graph's inputs, less the tangents."""
-        differentiated = [inputs[i] for i in self.differentiated]
+        differentiated = [inputs[position] for _, position in self.layout.gradients]
         results = list(_Step.apply(self, tuple(inputs), *differentiated))
-        return [self._output(i, results, inputs) for i in range(self.num_outputs)]
+        return [self._output(i, results, inputs) for i in range(self.layout.num_outputs)]
 
     def _output(self, index: int, results: list[Any], inputs: Sequence[Any]) -> Any:
         """Output `index` as eager mode would return it: a view of what it is a view of."""
-        alias = self.aliases[index]
+        alias = self.layout.aliases[index]
         value = results[index]
         if alias.kind == "input":
             base = inputs[alias.base]
         elif alias.kind == "intermediate":
-            base = results[self.num_outputs + alias.base]
+            base = results[self.layout.num_outputs + alias.base]
         elif alias.kind == "output":
             base = results[alias.base]
         else:
@@ -170,12 +172,13 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: _Runner, inputs: tuple[Any, ...], *differentiated: Tensor) -> Any:
-        returned = runner.pair.forward([t.detach() if isinstance(t, Tensor) else t for t in inputs])
-        mutations = len(runner.mutated)
-        for position, value in zip(runner.mutated, returned[:mutations], strict=True):
+        with compat.no_autocast():
+            returned = runner.pair.forward([t.detach() if isinstance(t, Tensor) else t for t in inputs])
+        mutations, num_results = len(runner.layout.mutated), runner.layout.num_results
+        for position, value in zip(runner.layout.mutated, returned[:mutations], strict=True):
             inputs[position].copy_(value)
-        results = list(returned[mutations : mutations + runner.num_results])
-        saved = list(returned[mutations + runner.num_results :])
+        results = list(returned[mutations : mutations + num_results])
+        saved = list(returned[mutations + num_results :])
         ctx.runner = runner
         ctx.is_tensor = [isinstance(s, Tensor) for s in saved]
         ctx.constants = [None if isinstance(s, Tensor) else s for s in saved]
@@ -197,11 +200,8 @@ class _Step(torch.autograd.Function):
         ]
         del saved
         compat.release_saved_tensors(ctx)
-        tangents = [runner.tangents[i] for i in runner.used_tangents]
-        args.extend(t.materialise(gradients[t.result]) for t in tangents)
-        returned = runner.pair.backward(args)
-        return (None, None, *(returned[k] for k, _ in runner.gradients))
+        args.extend(t.materialise(gradients[t.result]) for t in runner.tangents)
+        with compat.no_autocast():
+            returned = runner.pair.backward(args)
+        return (None, None, *(returned[k] for k, _ in runner.layout.gradients))
 
-
-def _input_position(graph: TrainingGraph, desc: compat.InputDesc) -> int:
-    return graph.inputs.index(desc)

@@ -1,0 +1,158 @@
+"""The pipeline: capture, analyse, plan; rewriting and compiling follow when a step first needs them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from graphopt import compat
+from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.paper_rules import PaperProfile, paper_profile
+from graphopt.budget import Budget
+from graphopt.capture import BatchDim, as_call, capture
+from graphopt.errors import ImportanceError, InputError
+from graphopt.graph import TrainingGraph
+from graphopt.lower import Backend, check_backend
+from graphopt.passes import GreenTrainer, Pass
+from graphopt.planner.importance import LossFunction, measure_importance
+from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
+from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.variants import Variants
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any,
+    budget: Budget | float | None = None,
+    passes: str | Sequence[str | Pass] = "auto",
+    backend: Backend = "inductor",
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
+    batch_dim: BatchDim = 0,
+) -> OptimizedModule:
+    """The same model with a cheaper training step.
+
+    Args:
+        model: any module with trainable parameters; it is not changed, and shares its tensors with the result.
+        example_inputs: one batch, as a tuple (`model(*inputs)`) or a dict (`model(**inputs)`), labels included.
+        budget: what a step may cost; a bare number is `Budget(flops=...)`; None compiles without approximation.
+        passes: "auto" for those that the budget needs, or names and pass objects.
+        backend: "inductor", "aot_eager", or a callable `(gm, inputs) -> callable`.
+        optimizer: rates tensors by its own next step; without it, by their squared gradient.
+        loss: a scalar from the model's output, for a model that does not return a loss; only used to rate tensors.
+        batch_dim: which dimension of each input is the batch: a number, or per input name (None: it has no batch).
+    Returns:
+        A module that is called as `model` is; compiled for each batch shape when it first comes.
+    Raises:
+        BudgetError, InputError, PassError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
+    """
+    budget = Budget.of(budget)
+    chosen = resolve_passes(passes, budget)
+    check_backend(backend)
+    args, kwargs = as_call(example_inputs)
+    _require_storage(model)
+    variants = Variants(model, batch_dim, backend)
+    with _training_mode(model):
+        start = time.perf_counter()
+        graph = variants.captured(args, kwargs)
+        capture_seconds = time.perf_counter() - start
+        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss)
+    return OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
+
+
+def make_plan(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    graph: TrainingGraph,
+    budget: Budget,
+    passes: tuple[Pass, ...],
+    optimizer: torch.optim.Optimizer | None,
+    loss: LossFunction | None,
+) -> Plan:
+    """Decide for every pass; see `optimize`."""
+    given = [p.train for p in passes if isinstance(p, GreenTrainer) and p.train is not None]
+    if given:
+        return Plan(budget, passes, train=frozenset(given[0]))
+    if budget.flops is None:
+        return Plan(budget, passes)
+    profile = flop_profile(graph)
+    names = reachable(profile, budget)
+    importance = measure_importance(model, args, kwargs, names, optimizer, loss)
+    selection = select_tensors(profile, importance, budget)
+    if not selection.names:
+        raise ImportanceError(
+            "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "
+            "optimizer=None to rate tensors by their squared gradient."
+        )
+    return Plan(budget, passes, frozenset(selection.names), selection, importance)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a training step of a model costs.
+
+    Attributes:
+        flops: FLOPs per step and per tensor, as integers and as formulas of the batch size.
+        graph: the captured joint graph.
+        device: the device the kernels were chosen for; attention kernels differ between devices.
+    """
+
+    flops: FlopProfile | PaperProfile
+    graph: TrainingGraph
+    device: str
+
+
+def analyze(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    cost: Literal["exact", "paper"] = "exact",
+    batch_dim: BatchDim = 0,
+) -> Analysis:
+    """Count the FLOPs of a training step, without compiling or changing anything.
+
+    Args:
+        model: its weights may be real, fake, or on the meta device.
+        example_inputs: as for `optimize`.
+        cost: "exact" counts the operators of the graph; "paper" applies GreenTrainer's own rules per tensor.
+        batch_dim: as for `optimize`.
+    Raises:
+        InputError, CaptureError, TorchVersionError: with cause and remedy.
+    """
+    if cost not in ("exact", "paper"):
+        raise InputError(f"cost={cost!r}: use 'exact' or 'paper'.")
+    args, kwargs = as_call(example_inputs)
+    with _training_mode(model):
+        graph = capture(model, args, kwargs, batch_dim)
+    profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
+    device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
+    return Analysis(profile, graph, device)
+
+
+@contextlib.contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """A model that arrives in eval mode, as `from_pretrained` leaves it, is looked at as it will be trained."""
+    if model.training:
+        yield
+        return
+    flags = {module: module.training for module in model.modules()}
+    try:
+        model.train()
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def _require_storage(model: nn.Module) -> None:
+    tensors = [*model.parameters(), *model.buffers()]
+    if compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors):
+        raise InputError("the model's weights exist nowhere (meta or fake tensors): load them before optimize(), or use analyze().")

@@ -1,0 +1,159 @@
+"""Importance of each tensor: how much one optimizer step on it alone would lower the loss (GreenTrainer, section 3.2).
+
+I_k = -<dw_k, dL/dw_k> (Eq. 6), with dw_k what the caller's optimizer would do next. Everything is computed on copies: after
+the call, parameters, `.grad`, optimizer state, buffers and RNG are bit-identical.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphopt.errors import ImportanceError
+
+LossFunction = Callable[[Any], Tensor]
+"""From the model's output to a scalar loss."""
+
+_PROBE_SEED = 0x6772
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Importance by parameter name, scaled to a maximum of 1.
+
+    Attributes:
+        values: may be negative (the step would raise the loss); 0 for tensors that were not measured.
+        source: what it was computed from, for the report.
+    """
+
+    values: dict[str, float]
+    source: str
+
+
+def measure_importance(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: Collection[str],
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
+) -> Importance:
+    """Importance of the parameters `names`, from one batch.
+
+    The backward stops at the deepest of `names` (Eq. 8): leave out tensors that the budget cannot reach.
+
+    Args:
+        args, kwargs: the batch, as the model is called with it, labels included.
+        optimizer: whose next step is dw, computed in float32 one tensor at a time on copies; tensors that it does not hold
+            get 0. None: plain SGD, so I_k is proportional to |dL/dw_k|^2.
+        loss: scalar from the model's output; by default the output's own loss, or the output where it is a scalar. A model
+            that has none is probed with random output gradients instead, and `source` says so.
+    Raises:
+        ImportanceError: not finite, all zero, or the optimizer cannot be stepped on copies.
+    """
+    parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
+    with _on_copies(model, parameters.values()) as run:
+        output = run(args, kwargs)
+        value, source = _scalar(output, loss)
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    if optimizer is None:
+        source += ", plain SGD"
+    else:
+        source += f", {type(optimizer).__name__}'s next step"
+    raw: dict[str, float] = {}
+    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+        if gradient is None:
+            raw[name] = 0.0
+        elif optimizer is None:
+            raw[name] = float(gradient.detach().double().square().sum())
+        else:
+            update = next_update(optimizer, parameter, gradient)
+            raw[name] = 0.0 if update is None else -float((update.double() * gradient.double()).sum())
+    largest = max((abs(v) for v in raw.values()), default=0.0)
+    if not all(map(_finite, raw.values())):
+        bad = next(name for name, v in raw.items() if not _finite(v))
+        raise ImportanceError(f"importance is not finite (first at {bad}): the loss or its gradient is NaN or infinite.")
+    if largest == 0.0:
+        raise ImportanceError("importance is zero everywhere: the loss does not depend on any trainable tensor.")
+    return Importance({n: raw.get(n, 0.0) / largest for n in names}, source)
+
+
+def next_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    """What `optimizer.step()` would add to `parameter`, in float32; None if it does not hold the parameter.
+
+    Half-precision weights often round a step to zero, so weight, gradient and state are copied to float32 first.
+
+    Raises:
+        ImportanceError: the optimizer fails on a copy, e.g. because it needs a closure.
+    """
+    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
+    if group is None:
+        return None
+    weight = nn.Parameter(_wide(parameter.detach()))
+    weight.grad = _wide(gradient.detach())
+    state = {k: _wide(v) if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in optimizer.state.get(parameter, {}).items()}
+    shadow = object.__new__(type(optimizer))
+    shadow.__dict__.update({k: v for k, v in vars(optimizer).items() if not callable(v)})
+    shadow.__dict__["state"] = defaultdict(dict, {weight: state} if state else {})
+    shadow.__dict__["param_groups"] = [{**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": [weight]}]
+    for hooks in [k for k in vars(shadow) if k.endswith("_hooks")]:
+        shadow.__dict__[hooks] = OrderedDict()
+    before = weight.detach().clone()
+    try:
+        type(optimizer).step(shadow)  # type: ignore[call-arg]
+    except Exception as error:
+        raise ImportanceError(
+            f"{type(optimizer).__name__} cannot be stepped on a copy of one tensor ({error}). Pass optimizer=None to rate "
+            "tensors by their squared gradient instead."
+        ) from error
+    return weight.detach() - before
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() and tensor.dtype in (torch.float16, torch.bfloat16):
+        return tensor.float()
+    return tensor.clone()
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _scalar(output: Any, loss: LossFunction | None) -> tuple[Tensor, str]:
+    if loss is not None:
+        return loss(output), "the given loss"
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if own is None and isinstance(output, (tuple, list)) and output:
+        own = output[0]
+    if own is None:
+        own = output
+    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+        return own.sum(), "the model's own loss"
+    outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not outputs:
+        raise ImportanceError("the model's output does not require a gradient: pass labels, or loss=.")
+    generator = torch.Generator().manual_seed(_PROBE_SEED)
+    probes = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
+    total = torch.stack([(t * probe).sum().float() for t, probe in zip(outputs, probes, strict=True)]).sum()
+    return total, "sensitivity of the outputs (no scalar loss among them: pass loss= for the real one)"
+
+
+@contextlib.contextmanager
+def _on_copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[Callable[..., Any]]:
+    """A way to run the model that advances neither its buffers nor the RNG."""
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
+
+    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return torch.func.functional_call(model, buffers, args, dict(kwargs))
+
+    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+        yield run

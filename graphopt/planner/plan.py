@@ -1,0 +1,128 @@
+"""The plan: which passes run, with which decisions, so that a step meets the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.budget import Budget
+from graphopt.errors import BudgetError, PassError
+from graphopt.graph import TrainingGraph
+from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, run_pass
+from graphopt.planner.importance import Importance
+from graphopt.planner.selection import BackwardCosts, Selection, select, smallest_ratio
+
+PassList = str | Sequence[str | Pass]
+
+
+def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
+    """The passes to run, and a check that they serve every field of the budget.
+
+    Args:
+        passes: "auto" (whatever the budget needs), or names and pass objects.
+    Raises:
+        PassError: an unknown pass.
+        BudgetError: a field of the budget that no pass in use serves.
+    """
+    chosen: list[Pass] = []
+    if isinstance(passes, str):
+        if passes != "auto":
+            raise PassError(f"passes={passes!r}: use 'auto' or a list of {_known()}.")
+        chosen = [make() for make in BY_NAME.values() if set(make.serves) & set(budget.stated())]
+    else:
+        for item in passes:
+            if isinstance(item, str):
+                if item not in BY_NAME:
+                    raise PassError(f"unknown pass {item!r}: known are {_known()}.")
+                chosen.append(BY_NAME[item]())
+            elif isinstance(item, type) or not isinstance(item, Pass):
+                raise PassError(f"{item!r} is not a pass: give a name ({_known()}) or an object with the Pass contract.")
+            else:
+                chosen.append(item)
+    served = {name for rewrite in chosen for name in rewrite.serves}
+    for name, value in budget.stated().items():
+        if name not in served:
+            raise BudgetError(
+                f"budget {name}={value} is served by no pass in use; this version serves "
+                f"{', '.join(sorted({s for make in BY_NAME.values() for s in make.serves}))}. Remove it from the budget."
+            )
+    return tuple(chosen)
+
+
+def _known() -> str:
+    return ", ".join(sorted(BY_NAME))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for every pass.
+
+    Attributes:
+        budget: as stated by the user.
+        passes: in the order in which they run.
+        train: parameters to train; None trains all.
+        selection: how `train` was found; None where it was given or nothing limits FLOPs.
+        importance: what the selection maximised.
+    """
+
+    budget: Budget
+    passes: tuple[Pass, ...]
+    train: frozenset[str] | None = None
+    selection: Selection | None = None
+    importance: Importance | None = None
+    notes: tuple[str, ...] = field(default=())
+
+    def rewrite(self, graph: TrainingGraph) -> tuple[TrainingGraph, list[PassReport]]:
+        """Run every pass on `graph`; the graph itself stays as it is."""
+        reports = []
+        for rewrite in self.passes:
+            decisions: Any = None
+            if isinstance(rewrite, GreenTrainer):
+                present = {p.name for p in graph.trainable}
+                decisions = present if self.train is None else present & self.train
+            graph, report = run_pass(rewrite, graph, decisions)
+            reports.append(report)
+        return graph, reports
+
+
+def backward_costs(profile: FlopProfile) -> BackwardCosts:
+    """The selection problem of a FLOP profile."""
+    rows = {row.name: row for row in profile.tensors}
+    return BackwardCosts(
+        names=profile.order,
+        forward_flops=profile.forward,
+        classes=tuple(
+            (frozenset(i for i in range(len(profile.order)) if mask >> i & 1), flops) for mask, flops in profile.classes
+        ),
+        weight_grad_flops=tuple(rows[name].weight_grad_flops for name in profile.order),
+    )
+
+
+def reachable(profile: FlopProfile, budget: Budget) -> tuple[str, ...]:
+    """Parameters that the budget could afford to train alone (Eq. 8); the importance pass stops at the deepest.
+
+    Raises:
+        BudgetError: none; states the smallest feasible fraction.
+    """
+    if budget.flops is None:
+        return profile.order
+    costs = backward_costs(profile)
+    limit = budget.flops * profile.step - profile.forward
+    within = tuple(name for name in profile.order if profile.cost([name]) <= limit)
+    if not within:
+        forward = profile.forward / profile.step
+        what = "below the forward pass alone" if budget.flops < forward else "too small to train any tensor; the forward is"
+        raise BudgetError(
+            f"flops={budget.flops:.4g} is {what} ({forward:.3f} of a full step). "
+            f"Smallest feasible: {smallest_ratio(costs)}."
+        )
+    return within
+
+
+def select_tensors(profile: FlopProfile, importance: Importance, budget: Budget) -> Selection:
+    """The most important tensors within `budget.flops`."""
+    assert budget.flops is not None
+    values = [importance.values.get(name, 0.0) for name in profile.order]
+    return select(backward_costs(profile), values, budget.flops)

@@ -1,0 +1,108 @@
+"""A picture of the training graph at the level of the model's blocks, drawn before and after the passes."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphopt.analysis.flop_formulas import node_flops
+from graphopt.graph import TrainingGraph, ancestors
+
+
+@dataclass
+class Block:
+    """One box: parameters that share a module path, down to the first list index.
+
+    Attributes:
+        trained, parameters: tensors trained after the passes, and in all.
+        forward, backward_before, backward_after: FLOPs at the captured batch.
+    """
+
+    name: str
+    parameters: int = 0
+    trained: int = 0
+    forward: int = 0
+    backward_before: int = 0
+    backward_after: int = 0
+
+
+def blocks(before: TrainingGraph, after: TrainingGraph) -> list[Block]:
+    """The model's blocks in the order in which the forward meets them."""
+    found: dict[str, Block] = {}
+    kept = {p.name for p in after.trainable}
+    for name in _execution_order(before):
+        block = found.setdefault(block_name(name), Block(block_name(name)))
+        block.parameters += 1
+        block.trained += name in kept
+    for graph, attribute in ((before, "backward_before"), (after, "backward_after")):
+        for name, (forward, backward) in _flops_by_block(graph).items():
+            if name in found:
+                setattr(found[name], attribute, backward)
+                found[name].forward = forward
+    return list(found.values())
+
+
+def block_name(parameter: str) -> str:
+    """`encoder.layer.3.output.dense.weight` belongs to `encoder.layer.3`; without an index, to its module."""
+    match = re.match(r"(.*?\.\d+)(\.|$)", parameter)
+    return match.group(1) if match else parameter.rpartition(".")[0] or parameter
+
+
+def _execution_order(graph: TrainingGraph) -> list[str]:
+    position = {node: i for i, node in enumerate(graph.graph.nodes)}
+    first: dict[str, int] = {}
+    for node, name in graph.parameter_nodes().items():
+        users = [position[u] for u in node.users]
+        first[name] = min([first.get(name, len(position)), *users])
+    return sorted(first, key=lambda name: first[name])
+
+
+def _flops_by_block(graph: TrainingGraph) -> dict[str, tuple[int, int]]:
+    """FLOPs per block: a node's product with or for a parameter belongs to that parameter's block, others to the block of
+    the node before."""
+    forward = ancestors(graph.forward_results())
+    owner: dict[fx.Node, str] = {n: block_name(p) for n, p in graph.parameter_nodes().items()}
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        blocks_read = [owner[n] for n in node.all_input_nodes if n in owner]
+        if blocks_read:
+            owner[node] = blocks_read[-1]
+        flops = graph.at(node_flops(node), graph.batch_size)
+        if flops and node in owner:
+            totals[owner[node]][node not in forward] += flops
+    return {name: (f, b) for name, (f, b) in totals.items()}
+
+
+def block_picture(before: TrainingGraph, after: TrainingGraph) -> str:
+    """An SVG: one row per block from input to output, with its backward FLOPs before and after the passes."""
+    import matplotlib
+
+    matplotlib.use("Agg", force=False)
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    rows = blocks(before, after)
+    figure = Figure(figsize=(9, 0.34 * len(rows) + 1.4))
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    heights = range(len(rows))
+    scale = 1e9
+    axes.barh(heights, [b.forward / scale for b in rows], color="#9ab", label="forward")
+    left = [b.forward / scale for b in rows]
+    axes.barh(heights, [b.backward_before / scale for b in rows], left=left, color="#eee", edgecolor="#bbb", label="backward, cut")
+    axes.barh(heights, [b.backward_after / scale for b in rows], left=left, color="#d96", label="backward, kept")
+    axes.set_yticks(list(heights), [f"{b.name}  ({b.trained}/{b.parameters} trained)" for b in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"GFLOPs at batch {before.batch_size} (input at the top, output at the bottom)")
+    axes.legend(fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None})
+    return stream.getvalue()

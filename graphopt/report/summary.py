@@ -1,0 +1,127 @@
+"""The report of an optimised model: what was done, for people (`str`) and for machines (`to_dict`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.graph import TrainingGraph
+from graphopt.passes import Preserves
+from graphopt.planner.plan import Plan
+from graphopt.runtime.variants import CompiledStep, Variants
+
+
+@dataclass(frozen=True)
+class Report:
+    """What optimisation did, at the captured batch size; FLOPs are 2 per multiply-add.
+
+    Attributes:
+        budget: the limits asked for.
+        passes: names of the passes in force.
+        approximations: every respect in which a step is not full training; empty if none.
+        trained, trainable: number of tensors trained, and that could be.
+        selected, cut: their names.
+        forward_flops, backward_flops, full_step_flops: of full training.
+        step_flops: of the optimised step; `flops_ratio` is its share of the full step.
+        importance: what tensors were rated by; "" if none were.
+        batch: "symbolic", or why it is not.
+        device: the kernels were chosen for this device.
+        captures, compilations: how often the model was traced and a step compiled.
+        capture_seconds, compile_seconds, rewrite_seconds, select_seconds: wall-clock of each so far.
+    """
+
+    budget: dict[str, float | int]
+    passes: list[str]
+    approximations: list[str]
+    trained: int
+    trainable: int
+    selected: list[str]
+    cut: list[str]
+    forward_flops: int
+    backward_flops: int
+    full_step_flops: int
+    step_flops: int
+    flops_ratio: float
+    batch_size: int
+    importance: str
+    solver: str
+    batch: str
+    device: str
+    backend: str
+    captures: int
+    compilations: int
+    capture_seconds: float
+    compile_seconds: float
+    rewrite_seconds: float
+    select_seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        limits = ", ".join(f"{k} <= {v}" for k, v in self.budget.items()) or "none"
+        lines = [
+            f"budget           {limits}",
+            f"passes           {', '.join(self.passes) or 'none'}",
+            f"trained tensors  {self.trained} of {self.trainable}",
+            f"FLOPs per step   {self.full_step_flops:,} -> {self.step_flops:,} ({self.flops_ratio:.1%}) at batch {self.batch_size}",
+            f"  forward        {self.forward_flops:,}",
+            f"  backward       {self.backward_flops:,} -> {self.step_flops - self.forward_flops:,}",
+        ]
+        if self.importance:
+            lines.append(f"importance       {self.importance}; selected by {self.solver}")
+        lines.append(f"approximations   {'; '.join(self.approximations) or 'none'}")
+        lines.append(f"batch size       {self.batch}; kernels as on {self.device}; backend {self.backend}")
+        lines.append(
+            f"overhead         {self.captures} captures {self.capture_seconds:.1f} s, selection {self.select_seconds:.1f} s, "
+            f"{self.compilations} compilations {self.compile_seconds:.1f} s (passes {self.rewrite_seconds:.2f} s)"
+        )
+        return "\n".join(lines)
+
+
+def make_report(
+    graph: TrainingGraph,
+    flops: FlopProfile,
+    plan: Plan,
+    variants: Variants,
+    step: CompiledStep | None,
+    select_seconds: float,
+) -> Report:
+    """Gather a `Report` from what the runtime knows."""
+    trainable = list(flops.order)
+    selected = [n for n in trainable if plan.train is None or n in plan.train]
+    cut = [n for n in trainable if n not in set(selected)]
+    step_flops = flops.forward + flops.cost(selected)
+    approximations = []
+    if cut:
+        approximations.append(f"{len(cut)} tensors are not trained (their gradient is None); the others' gradients are exact")
+    approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in plan.passes if p.preserves is not Preserves.EXACT)
+    counters = variants.counters
+    return Report(
+        budget=plan.budget.stated(),
+        passes=[p.name for p in plan.passes],
+        approximations=approximations,
+        trained=len(selected),
+        trainable=len(trainable),
+        selected=selected,
+        cut=cut,
+        forward_flops=flops.forward,
+        backward_flops=flops.backward,
+        full_step_flops=flops.step,
+        step_flops=step_flops,
+        flops_ratio=step_flops / flops.step if flops.step else 1.0,
+        batch_size=flops.batch_size,
+        importance=plan.importance.source if plan.importance else "",
+        solver=plan.selection.solver if plan.selection else "",
+        batch="symbolic (any size)" if graph.symbol is not None else f"fixed: {graph.static_reason}",
+        device=next((str(n.meta["val"].device) for n in graph.placeholders), "cpu"),
+        backend=variants.backend if isinstance(variants.backend, str) else getattr(variants.backend, "__name__", "callable"),
+        captures=counters.captures,
+        compilations=counters.compilations,
+        capture_seconds=counters.capture_seconds,
+        compile_seconds=counters.compile_seconds,
+        rewrite_seconds=counters.rewrite_seconds,
+        select_seconds=select_seconds,
+    )

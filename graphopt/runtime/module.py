@@ -1,0 +1,212 @@
+"""OptimizedModule: the caller's model, with a cheaper training step."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.capture import as_call
+from graphopt.errors import ImportanceError
+from graphopt.graph import TrainingGraph
+from graphopt.planner.importance import LossFunction, measure_importance
+from graphopt.planner.plan import Plan, reachable, select_tensors
+from graphopt.report.summary import Report
+from graphopt.runtime.variants import CompiledStep, Variants
+
+logger = logging.getLogger("graphopt")
+
+_SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reselection:
+    """What `OptimizedModule.reselect` did.
+
+    Attributes:
+        changed: a new selection is in force.
+        gain: importance of the new selection over the current one's, as a fraction of the new.
+        seconds: measuring importance and selecting.
+    """
+
+    changed: bool
+    gain: float
+    seconds: float
+
+
+class OptimizedModule(nn.Module):
+    """`model` with its training step compiled under a plan; made by `graphopt.optimize`.
+
+    It shares the model's parameters, buffers and submodules, so `state_dict` keys, optimizers and checkpoints stay as they
+    are, and other attributes (`config`, `generate`, ...) are the model's. In training mode with gradients enabled a call
+    runs the compiled step; in eval mode or under `no_grad` it runs the model itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variants: Variants,
+        graph: TrainingGraph,
+        plan: Plan,
+        loss: LossFunction | None = None,
+        select_seconds: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model
+        for name in _SHARED:
+            if name in model.__dict__:
+                self.__dict__[name] = model.__dict__[name]
+        self.__dict__["_variants"] = variants
+        self.__dict__["_graph"] = graph
+        self.__dict__["_plan"] = plan
+        self.__dict__["_loss"] = loss
+        self.__dict__["_last_step"] = None
+        self.__dict__["_select_seconds"] = select_seconds
+        self.__dict__["_profile"] = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_model"], name)
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's own flag: setting either sets both."""
+        model = self.__dict__.get("_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].training = mode
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        """Set training mode on the model, through its own `train`."""
+        self._model.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's forward: same arguments, same structure of the result."""
+        model = self._model
+        if not (model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
+            return model(*args, **kwargs)
+        step, inputs = self._variants.step(self._plan, args, kwargs)
+        self.__dict__["_last_step"] = step
+        return step(self._tensors(), inputs)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""
+        model = self._model
+        return {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+
+    # ----------------------------------------------------------------------------------------------------------- the plan
+
+    @property
+    def selected(self) -> frozenset[str]:
+        """Names of the parameters that are trained."""
+        names = frozenset(p.name for p in self._graph.trainable)
+        return names if self._plan.train is None else names & self._plan.train
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The captured joint graph that the plan was made on."""
+        return self._graph
+
+    @property
+    def flops(self) -> FlopProfile:
+        """FLOPs of the captured graph; `.cost(opt.selected)` is the cut backward's."""
+        if self.__dict__["_profile"] is None:
+            self.__dict__["_profile"] = flop_profile(self._graph)
+        return self.__dict__["_profile"]
+
+    def reselect(
+        self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05
+    ) -> Reselection:
+        """Measure importance again and change the selection if that gains enough (GreenTrainer does so every epoch).
+
+        Args:
+            batch: what the model is called with: a tuple, or a dict with labels.
+            optimizer: the one that trains the model; see `measure_importance`.
+            tolerance: the current selection stays unless the new one's importance exceeds its by this fraction, because a
+                change costs a compilation (a selection that was in force recently is still compiled).
+        Returns:
+            Whether it changed. A NaN or infinite importance keeps the selection and warns.
+        """
+        start = time.perf_counter()
+        args, kwargs = as_call(batch)
+        budget = self._plan.budget
+        if self._plan.selection is None or budget.flops is None:
+            return Reselection(False, 0.0, time.perf_counter() - start)
+        graph = self._variants.captured(args, kwargs)
+        profile = self.flops if graph is self._graph else flop_profile(graph)
+        try:
+            names = reachable(profile, budget)
+            importance = measure_importance(self._model, args, kwargs, names, optimizer, self._loss)
+        except ImportanceError as error:
+            logger.warning("keeping the last selection: %s", error)
+            return Reselection(False, math.nan, time.perf_counter() - start)
+        selection = select_tensors(profile, importance, budget)
+        seconds = time.perf_counter() - start
+        if not selection.names:
+            logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
+            return Reselection(False, 0.0, seconds)
+        current = self.selected
+        known = set(profile.order)
+        current_value = sum(importance.values.get(name, 0.0) for name in current)
+        within = current <= known and profile.forward + profile.cost(current) <= budget.flops * profile.step
+        gain = (selection.value - current_value) / abs(selection.value) if selection.value else 0.0
+        self.__dict__["_select_seconds"] += seconds
+        if within and (gain <= tolerance or set(selection.names) == current):
+            return Reselection(False, gain, seconds)
+        self._install(
+            replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance), graph, profile
+        )
+        return Reselection(True, gain, seconds)
+
+    def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> None:
+        """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
+        before = self.selected
+        self.__dict__.update(_plan=plan, _graph=graph, _profile=profile)
+        parameters = dict(self._model.named_parameters())
+        for name in before - self.selected:
+            if name in parameters:
+                parameters[name].grad = None
+
+    # ------------------------------------------------------------------------------------------------------------- output
+
+    @property
+    def report(self) -> Report:
+        """What was cut, FLOPs before and after, and which approximations are in force."""
+        from graphopt.report.summary import make_report
+
+        return make_report(self._graph, self.flops, self._plan, self._variants, self._last_step, self._select_seconds)
+
+    @property
+    def last_step(self) -> CompiledStep | None:
+        """The compiled step that ran last; None before the first."""
+        return self._last_step
+
+    def dump(self, directory: str | Path) -> list[Path]:
+        """Write the graphs of every stage, a diff per pass, a picture and the report to `directory`.
+
+        Returns:
+            The files written.
+        """
+        from graphopt.dump import dump
+
+        return dump(directory, self._graph, self._plan, self.report, self._last_step)
+

@@ -1,0 +1,198 @@
+"""Compiled steps: one per (call signature, plan, batch size), made when first needed, kept in bounded caches.
+
+A new batch size is a substitution into the captured graph; a new call signature (sequence length, dtype, training flags,
+`requires_grad` flags, autocast) is a capture. Both caches evict the least recently used entry.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture, flatten_call
+from graphopt.graph import TrainingGraph
+from graphopt.lower import Backend, Lowered, lower
+from graphopt.passes import PassReport
+from graphopt.planner.plan import Plan
+from graphopt.specialise import specialise
+
+CAPTURE_LIMIT = 8
+"""Captured graphs kept per optimised model."""
+STEP_LIMIT = 16
+"""Compiled steps kept per optimised model."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class BoundedCache(Generic[Key, Value]):
+    """A mapping that keeps the `limit` most recently used entries."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._entries: OrderedDict[Key, Value] = OrderedDict()
+
+    def get(self, key: Key) -> Value | None:
+        """The entry, now the most recently used; or None."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
+
+    def put(self, key: Key, value: Value) -> Value:
+        """Keep `value`, evicting the least recently used entry beyond the limit."""
+        self._entries[key] = value
+        self._entries.move_to_end(key)
+        while len(self._entries) > self.limit:
+            self._entries.popitem(last=False)
+        return value
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One compiled training step of a model.
+
+    Attributes:
+        graph: the static graph that was lowered.
+        lowered: the compiled callable and its two graphs.
+        reports: what each pass did.
+        compile_seconds: rewriting, specialising and compiling; `rewrite_seconds` is the passes' share.
+    """
+
+    graph: TrainingGraph
+    lowered: Lowered
+    reports: tuple[PassReport, ...]
+    compile_seconds: float
+    rewrite_seconds: float
+
+    def __call__(self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs) -> Any:
+        """Run the step; the result has the structure of the model's own output."""
+        flat = [
+            inputs.tensors[desc.target] if desc.kind == "input" else model_tensors[desc.target]
+            for desc in self.graph.inputs
+            if desc.kind != "tangent"
+        ]
+        return pytree.tree_unflatten(self.lowered.run(flat), self.graph.out_spec)
+
+
+@dataclass
+class Counters:
+    """How often the caches had to do work; for reports and tests."""
+
+    captures: int = 0
+    compilations: int = 0
+    capture_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+
+
+class Variants:
+    """Finds or makes the compiled step for a call of `model`."""
+
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend) -> None:
+        self.model = model
+        self.batch_dim = batch_dim
+        self.backend = backend
+        self.counters = Counters()
+        self._captures: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
+        self._rewritten: BoundedCache[Any, tuple[TrainingGraph, tuple[PassReport, ...], float]] = BoundedCache(STEP_LIMIT)
+        self._steps: BoundedCache[Any, CompiledStep] = BoundedCache(STEP_LIMIT)
+
+    def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
+        """The joint graph for this call, traced if it is new."""
+        inputs = flatten_call(args, kwargs)
+        return self._captured(inputs, args, kwargs)[1]
+
+    def step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CompiledStep, FlatInputs]:
+        """The compiled step for this call under `plan`."""
+        inputs = flatten_call(args, kwargs)
+        signature, graph = self._captured(inputs, args, kwargs)
+        batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
+        key = (signature, plan.train, batch_size)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
+        return step, inputs
+
+    def _captured(
+        self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, TrainingGraph]:
+        dims = batch_dims_of(inputs, self.batch_dim)
+        batch_size = batch_size_of(inputs, dims)
+        signature = self._signature(inputs, dims)
+        graph = self._captures.get(signature)
+        if graph is None:
+            graph = self._captures.put(signature, self._trace(args, kwargs, self.batch_dim))
+        if batch_size is None or graph.accepts(batch_size):
+            return signature, graph
+        # A batch for which the symbolic graph does not hold, such as 1, gets a static graph of its own.
+        special = (signature, batch_size)
+        graph = self._captures.get(special)
+        if graph is None:
+            graph = replace(
+                self._trace(args, kwargs, None), batch_size=batch_size, batch_dims=dims, static_reason="special batch size"
+            )
+            self._captures.put(special, graph)
+        return special, graph
+
+    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> TrainingGraph:
+        start = time.perf_counter()
+        graph = capture(self.model, args, kwargs, batch_dim)
+        self.counters.captures += 1
+        self.counters.capture_seconds += time.perf_counter() - start
+        return graph
+
+    def _compile(self, signature: Any, graph: TrainingGraph, plan: Plan, batch_size: int) -> CompiledStep:
+        start = time.perf_counter()
+        rewritten = self._rewritten.get((signature, plan.train))
+        if rewritten is None:
+            changed, reports = plan.rewrite(graph)
+            seconds = time.perf_counter() - start
+            self.counters.rewrite_seconds += seconds
+            rewritten = self._rewritten.put((signature, plan.train), (changed, tuple(reports), seconds))
+        static = specialise(rewritten[0], batch_size, decompose=self.backend == "inductor")
+        lowered = lower(static, self.backend)
+        elapsed = time.perf_counter() - start
+        self.counters.compilations += 1
+        self.counters.compile_seconds += elapsed
+        return CompiledStep(static, lowered, rewritten[1], elapsed, rewritten[2])
+
+    def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
+        """Everything that a captured graph depends on, but for the batch size."""
+        tensors = tuple(
+            (t.dtype, t.device, t.requires_grad, tuple(-1 if i == d else s for i, s in enumerate(t.shape)))
+            for t, d in zip(inputs.tensors, dims, strict=True)
+        )
+        model = []
+        for module in self.model.modules():
+            model.append(module.training)
+            model.extend((p.requires_grad, p.dtype, p.device) for p in module._parameters.values() if p is not None)
+        return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs))
+
+
+def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:
+    types = {"cpu", *(t.device.type for t in inputs.tensors)}
+    return tuple(
+        (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in sorted(types)
+    )
+
+
+def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Constants of a call, compared by value where they can be and by identity where not."""
+    result = []
+    for value in values:
+        try:
+            hash(value)
+            result.append((type(value), value))
+        except TypeError:
+            result.append((type(value), id(value)))
+    return tuple(result)

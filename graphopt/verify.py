@@ -1,0 +1,64 @@
+"""Verification of a rewritten graph: structure, and every recorded shape against a fresh propagation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from graphopt import compat
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.specialise import concrete_inputs
+
+
+def verify(graph: TrainingGraph) -> None:
+    """Check that `graph` is consistent: nodes in order, descriptors matching, and shapes and dtypes as recorded.
+
+    Shapes are compared at the captured batch size, with tensors that have no memory.
+
+    Raises:
+        PassError: names the first node that is wrong.
+    """
+    try:
+        graph.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"the rewritten graph is malformed: {error}") from error
+    if len(graph.placeholders) != len(graph.inputs) or len(graph.results) != len(graph.outputs):
+        raise PassError("the rewritten graph's inputs or outputs no longer match their descriptors.")
+    mode = compat.new_fake_mode()
+    with mode, torch.no_grad(), compat.no_autocast():
+        _Checker(graph).run(*concrete_inputs(graph, graph.batch_size, mode))
+
+
+class _Checker(fx.Interpreter):
+    """Runs the graph on fake tensors and compares each result with the node's metadata."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        super().__init__(graph.module)
+        self.training_graph = graph
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node; raises `PassError` if it disagrees with its metadata."""
+        try:
+            result = super().run_node(n)
+        except Exception as error:
+            raise PassError(f"node {n.name} ({n.target}) cannot run: {error}") from error
+        if n.op == "call_function" and "val" in n.meta:
+            expected, actual = pytree.tree_leaves(n.meta["val"]), pytree.tree_leaves(result)
+            for recorded, computed in zip(expected, actual, strict=False):
+                self._compare(n, recorded, computed)
+        return result
+
+    def _compare(self, node: fx.Node, recorded: Any, computed: Any) -> None:
+        if not (isinstance(recorded, Tensor) and isinstance(computed, Tensor)):
+            return
+        at = self.training_graph.at
+        shape = tuple(at(s, self.training_graph.batch_size) for s in recorded.shape)
+        if shape != tuple(computed.shape) or recorded.dtype != computed.dtype:
+            raise PassError(
+                f"node {node.name} ({node.target}) is recorded as {recorded.dtype}{list(shape)} but computes "
+                f"{computed.dtype}{list(computed.shape)}."
+            )

@@ -1,0 +1,118 @@
+"""The contract of a pass, and the one way to run it.
+
+A pass is a small object. `applicable` lists the sites that it could rewrite, `apply` carries out decisions that the planner
+took. It never sees the caller's graph: `run_pass` hands it a clone, verifies the result and measures the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
+
+from graphopt.analysis.flops import flop_profile
+from graphopt.analysis.saved import saved_bytes
+from graphopt.graph import TrainingGraph
+from graphopt.verify import verify
+
+
+class Preserves(Enum):
+    """What a pass keeps of the gradients of eager autograd.
+
+    EXACT: every gradient that is still computed equals autograd's to rounding. UNBIASED: its expectation does.
+    PROJECTED: it is a stated linear image of autograd's.
+    """
+
+    EXACT = "exact"
+    UNBIASED = "unbiased"
+    PROJECTED = "projected"
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place that a pass could rewrite, named by what the user knows (a parameter, a layer)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What `apply` did.
+
+    Attributes:
+        changed: names of the sites that were rewritten.
+        left_alone: reason by name of each site that was not.
+        nodes_removed: nodes of the joint graph that are gone.
+    """
+
+    changed: tuple[str, ...]
+    left_alone: dict[str, str] = field(default_factory=dict)
+    nodes_removed: int = 0
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What a pass did to one graph, measured on the graph.
+
+    Attributes:
+        name, preserves: of the pass.
+        changes: see `Changes`.
+        step_flops_before, step_flops_after: FLOPs of forward and backward at the captured batch size.
+        saved_bytes_before, saved_bytes_after: bytes of activations that the forward keeps for the backward.
+    """
+
+    name: str
+    preserves: Preserves
+    changes: Changes
+    step_flops_before: int
+    step_flops_after: int
+    saved_bytes_before: int
+    saved_bytes_after: int
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """The contract; `serves` names the fields of `Budget` that the pass can meet."""
+
+    name: str
+    preserves: Preserves
+    serves: tuple[str, ...]
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """The sites of `graph` that the pass could rewrite."""
+        ...
+
+    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
+        """Rewrite `graph` in place as `decisions` say."""
+        ...
+
+
+def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[TrainingGraph, PassReport]:
+    """Apply a pass to a clone of `graph`, verify the clone, and report.
+
+    Raises:
+        PassError: the pass refused the decisions or left an inconsistent graph.
+    """
+    rewritten = graph.clone()
+    changes = rewrite.apply(rewritten, decisions)
+    verify(rewritten)
+    report = PassReport(
+        rewrite.name,
+        rewrite.preserves,
+        changes,
+        flop_profile(graph).step,
+        flop_profile(rewritten).step,
+        saved_bytes(graph),
+        saved_bytes(rewritten),
+    )
+    return rewritten, report
+
+
+def describe(reports: Iterable[PassReport]) -> str:
+    """One line per pass, for people."""
+    return "\n".join(
+        f"{r.name}: {len(r.changes.changed)} sites changed, {r.changes.nodes_removed} nodes removed, "
+        f"{r.step_flops_before:,} -> {r.step_flops_after:,} FLOPs, gradients {r.preserves.value}"
+        for r in reports
+    )

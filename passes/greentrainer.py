@@ -1,0 +1,54 @@
+"""Dy-only backward cut (GreenTrainer, section 3, Eq. 4).
+
+Dropping the gradient outputs of unselected tensors and removing dead code leaves exactly the backward cone sigma(m) of the
+selected ones: every dW that nobody asked for disappears, and the dY chain ends at the deepest selected tensor. Activations
+that only the removed nodes read are no longer saved.
+
+With selected set m, the step costs T_fp + m . t_dw + sigma(m) . t_dy FLOPs. Preserves: EXACT for the tensors kept; the
+gradient of the others is None, so that any optimizer skips them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.passes.base import Changes, Preserves, Site
+
+
+@dataclass(frozen=True)
+class GreenTrainer:
+    """The cut; which tensors to train is decided elsewhere (`graphopt.planner.selection`).
+
+    Attributes:
+        train: names of the parameters to train. None: the planner selects them under `Budget(flops=...)`.
+    """
+
+    train: tuple[str, ...] | None = None
+    name = "greentrainer"
+    preserves = Preserves.EXACT
+    serves = ("flops",)
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every parameter whose gradient the graph computes."""
+        return [Site(p.name) for p in graph.trainable]
+
+    def apply(self, graph: TrainingGraph, decisions: Collection[str]) -> Changes:
+        """Keep the gradients named in `decisions` and cut the rest.
+
+        Raises:
+            PassError: nothing would be trained, or a name has no gradient to keep.
+        """
+        sites = [site.name for site in self.applicable(graph)]
+        unknown = sorted(set(decisions) - set(sites))
+        if unknown:
+            raise PassError(f"cannot train {', '.join(unknown)}: no such parameter, or it is frozen or unused.")
+        if not decisions:
+            raise PassError("nothing selected: keep at least one parameter.")
+        cut = [name for name in sites if name not in decisions]
+        for name in cut:
+            graph.drop_gradient(name)
+        removed = graph.eliminate_dead_code()
+        return Changes(tuple(cut), {name: "selected for training" for name in sites if name in decisions}, removed)
