@@ -199,13 +199,13 @@ def _trace(
     if not any(desc.kind == "tangent" for desc in export.inputs):
         raise CaptureError(_NO_GRADIENT)
     export = _without_prefix(export)
-    symbol = None
+    symbols: frozenset[sympy.Symbol] = frozenset()
     if static_reason is None:
-        symbol = _batch_symbol(export, dims)
-        if symbol is None:
+        symbols = _batch_symbols(export, dims)
+        if not symbols:
             static_reason = "the trace fixed the batch size"
             return _trace(model, inputs, tensors, dims, batch_size, static_reason)
-    graph = from_export(export, _parameters(model), symbol, batch_size, tuple(dims), static_reason or "")
+    graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
     normalise(graph)
     return graph
 
@@ -216,14 +216,17 @@ _NO_GRADIENT = (
 )
 
 
-def _batch_symbol(export: compat.JointExport, dims: Sequence[int | None]) -> sympy.Symbol | None:
-    """The one symbol that all batch dimensions of the inputs share."""
+def _batch_symbols(export: compat.JointExport, dims: Sequence[int | None]) -> frozenset[sympy.Symbol]:
+    """The symbols of the inputs' batch dimensions; empty if one of them was fixed.
+
+    Inputs that the model never combines keep a symbol each; all stand for the same batch.
+    """
     placeholders = [node for node in export.module.graph.nodes if node.op == "placeholder"]
     symbols = set()
     for desc, node in zip(export.inputs, placeholders, strict=True):
         if desc.kind == "input" and (dim := dims[desc.target]) is not None:
             symbols.add(compat.expression(node.meta["val"].shape[dim]))
-    return symbols.pop() if len(symbols) == 1 and all(isinstance(s, sympy.Symbol) for s in symbols) else None
+    return frozenset(symbols) if all(isinstance(s, sympy.Symbol) for s in symbols) else frozenset()
 
 
 def _without_prefix(export: compat.JointExport) -> compat.JointExport:

@@ -101,8 +101,12 @@ class BatchSpecialised(Exception):
 
 
 def mark_batch_symbolic(tensor: Tensor, dim: int) -> None:
-    """Ask Dynamo to trace dimension `dim` of `tensor` as a symbol."""
-    torch._dynamo.mark_dynamic(tensor, dim)
+    """Ask Dynamo to trace dimension `dim` of `tensor` as a symbol, and the others as the numbers they are."""
+    for other in range(tensor.dim()):
+        if other == dim:
+            torch._dynamo.mark_dynamic(tensor, other)
+        else:
+            torch._dynamo.mark_static(tensor, other)
 
 
 def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
@@ -162,9 +166,9 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     """
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
-    fake_mode = getattr(module, "meta", {}).get("fake_mode")
-    if fake_mode is not None:
-        stack.enter_context(torch._guards.tracing(torch._guards.TracingContext(fake_mode)))
+    context = getattr(module, "meta", {}).get("tracing_context")
+    if context is not None:  # remembers which dimensions are symbols
+        stack.enter_context(torch._guards.tracing(context))
     joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
     metadata = joint._aot_state.fw_metadata
     for info in metadata.input_info:

@@ -79,7 +79,7 @@ def readable(graph: TrainingGraph) -> str:
     """The joint graph as Python-like text: one operator a line, with its shape in terms of the batch size `B`."""
     backward = descendants(n for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent")
     names = [_input_name(desc) for desc in graph.inputs]
-    lines = [f"# joint graph; B is the batch size{'' if graph.symbol is not None else f' (fixed: {graph.batch_size})'}"]
+    lines = [f"# joint graph; B is the batch size{'' if graph.symbolic else f' (fixed: {graph.batch_size})'}"]
     lines.append("def step(")
     for node, name in zip(graph.placeholders, names, strict=True):
         lines.append(f"    {node.name}: {_shape(graph, node.meta.get('val'))},  # {name}")

@@ -50,7 +50,7 @@ class TrainingGraph:
         parameters: every parameter once; aliases of tied weights are merged.
         aliases: per flat output of the model, how it relates to other tensors.
         out_spec: pytree structure of the model's output.
-        symbol: the batch symbol inside the graph's shapes, or None for a static graph.
+        symbols: the batch symbols inside the graph's shapes (inputs may have one each); empty for a static graph.
         batch_size: the batch of the example inputs.
         static_reason: why the batch is not symbolic, or "".
     """
@@ -61,7 +61,7 @@ class TrainingGraph:
     parameters: tuple[Parameter, ...]
     aliases: tuple[OutputAlias, ...]
     out_spec: Any
-    symbol: sympy.Symbol | None
+    symbols: frozenset[sympy.Symbol]
     batch_size: int
     batch_dims: tuple[int | None, ...] = ()
     static_reason: str = ""
@@ -70,6 +70,11 @@ class TrainingGraph:
     notes: list[str] = field(default_factory=list)
 
     # ------------------------------------------------------------------------------------------------------------ reading
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether the graph holds for more than one batch size."""
+        return bool(self.symbols)
 
     @property
     def graph(self) -> fx.Graph:
@@ -118,23 +123,22 @@ class TrainingGraph:
 
     def formula(self, value: Any) -> sympy.Expr:
         """An int or symbolic int of this graph as an expression of `BATCH`."""
-        expr = expression(value)
-        return expr if self.symbol is None else expr.subs(self.symbol, BATCH)
+        return expression(value).subs(dict.fromkeys(self.symbols, BATCH))
 
     def at(self, value: Any, batch_size: int) -> int:
         """An int or symbolic int of this graph at a concrete batch size."""
         if isinstance(value, int):
             return value
-        expr = expression(value)
-        return int(expr if self.symbol is None else expr.subs(self.symbol, batch_size))
+        return int(expression(value).subs(dict.fromkeys(self.symbols, batch_size)))
 
     def accepts(self, batch_size: int) -> bool:
         """Whether the graph is valid for `batch_size`: every condition the trace relied on holds there."""
-        if self.symbol is None:
+        if not self.symbolic:
             return batch_size == self.batch_size
         if batch_size < self.minimum_batch:
             return False
-        return all(guard.subs(self.symbol, batch_size) != sympy.false for guard in self.guards)
+        values = dict.fromkeys(self.symbols, batch_size)
+        return all(guard.subs(values) != sympy.false for guard in self.guards)
 
     # ---------------------------------------------------------------------------------------------------------- rewriting
 
@@ -163,19 +167,22 @@ class TrainingGraph:
 
     def eliminate_dead_code(self) -> int:
         """Remove nodes that no output needs; returns how many."""
-        before = len(self.graph.nodes)
-        needed: set[fx.Node] = set()
-        stack = [node for node in self.results if isinstance(node, fx.Node)]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
-        for node in reversed(list(self.graph.nodes)):
-            if node.op not in ("placeholder", "output") and node not in needed:
-                self.graph.erase_node(node)
-        self.module.recompile()
-        return before - len(self.graph.nodes)
+        return remove_dead_nodes(self.module)
+
+
+def remove_dead_nodes(module: fx.GraphModule) -> int:
+    """Remove nodes that no output of a functional graph needs; returns how many.
+
+    Unlike FX's own dead-code elimination this also removes random operators, attention with dropout among them: in a
+    functional graph a node whose result nobody reads has no effect.
+    """
+    graph = module.graph
+    needed = ancestors(graph.output_node().all_input_nodes)
+    dead = [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and n not in needed]
+    for node in dead:
+        graph.erase_node(node)
+    module.recompile()
+    return len(dead)
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -205,14 +212,14 @@ def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def from_export(
     export: JointExport,
     parameters: tuple[Parameter, ...],
-    symbol: sympy.Symbol | None,
+    symbols: frozenset[sympy.Symbol],
     batch_size: int,
     batch_dims: tuple[int | None, ...],
     static_reason: str,
 ) -> TrainingGraph:
     """Wrap an exported joint graph: alias descriptors merged, guards reduced to those about the batch."""
     export.module.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs, not the exporter's nesting
-    minimum = 1 if symbol is None else max(1, int(export.ranges[symbol].lower))
+    minimum = max((int(export.ranges[symbol].lower) for symbol in symbols), default=1)
     graph = TrainingGraph(
         module=export.module,
         inputs=export.inputs,
@@ -220,11 +227,11 @@ def from_export(
         parameters=parameters,
         aliases=export.aliases,
         out_spec=export.out_spec,
-        symbol=symbol,
+        symbols=symbols,
         batch_size=batch_size,
         batch_dims=batch_dims,
         static_reason=static_reason,
-        guards=tuple(g for g in export.guards if g.free_symbols == {symbol}),
+        guards=tuple(g for g in export.guards if g.free_symbols and g.free_symbols <= symbols),
         minimum_batch=minimum,
     )
     _merge_tied_weights(graph)

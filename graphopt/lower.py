@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graphopt import compat
 from graphopt.errors import GraphoptError
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, remove_dead_nodes
 
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
@@ -50,6 +50,8 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
     inductor = backend == "inductor"
     layout = _Layout.of(graph)
     forward, backward = compat.partition(graph.module, num_forward, static, inductor)
+    for half in (forward, backward):
+        remove_dead_nodes(half)
     if inductor:
         num_mutations = kinds.count("mutation")
         pair = compat.compile_inductor(forward, backward, num_mutations, num_forward - num_mutations, static)

@@ -49,4 +49,4 @@ def specialise(graph: TrainingGraph, batch_size: int, decompose: bool = False) -
         node.name = node.target = f"{'tangents' if desc.kind == 'tangent' else 'primals'}_{position + 1}"
         node.meta.pop("partitioner_tag", None)
     module.recompile()
-    return replace(graph, module=module, symbol=None, batch_size=batch_size, guards=(), minimum_batch=1)
+    return replace(graph, module=module, symbols=frozenset(), batch_size=batch_size, guards=(), minimum_batch=1)

@@ -174,7 +174,7 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
             _Row(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero))
             for p in graph.parameters
         ),
-        symbolic=graph.symbol is not None,
+        symbolic=graph.symbolic,
     )
 
 

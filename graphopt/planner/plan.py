@@ -12,7 +12,7 @@ from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, run_pass
 from graphopt.planner.importance import Importance
-from graphopt.planner.selection import BackwardCosts, Selection, select, smallest_ratio
+from graphopt.planner.selection import BackwardCosts, Selection, infeasible, select
 
 PassList = str | Sequence[str | Pass]
 
@@ -109,15 +109,10 @@ def reachable(profile: FlopProfile, budget: Budget) -> tuple[str, ...]:
     if budget.flops is None:
         return profile.order
     costs = backward_costs(profile)
-    limit = budget.flops * profile.step - profile.forward
+    limit = costs.affordable(budget.flops)
     within = tuple(name for name in profile.order if profile.cost([name]) <= limit)
     if not within:
-        forward = profile.forward / profile.step
-        what = "below the forward pass alone" if budget.flops < forward else "too small to train any tensor; the forward is"
-        raise BudgetError(
-            f"flops={budget.flops:.4g} is {what} ({forward:.3f} of a full step). "
-            f"Smallest feasible: {smallest_ratio(costs)}."
-        )
+        raise infeasible(costs, budget.flops)
     return within
 
 

@@ -115,7 +115,7 @@ def make_report(
         batch_size=flops.batch_size,
         importance=plan.importance.source if plan.importance else "",
         solver=plan.selection.solver if plan.selection else "",
-        batch="symbolic (any size)" if graph.symbol is not None else f"fixed: {graph.static_reason}",
+        batch="symbolic (any size)" if graph.symbolic else f"fixed: {graph.static_reason}",
         device=next((str(n.meta["val"].device) for n in graph.placeholders), "cpu"),
         backend=variants.backend if isinstance(variants.backend, str) else getattr(variants.backend, "__name__", "callable"),
         captures=counters.captures,

@@ -1,0 +1,73 @@
+"""The selection problem: which gradients cost what (GreenTrainer, Eq. 4, on the graph instead of on a chain)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class BackwardCosts:
+    """What each set of gradients costs, in FLOPs (2 per multiply-add), at one batch size.
+
+    Attributes:
+        names: trainable parameters, from the output (near the loss) to the input.
+        forward_flops: T_fp.
+        classes: (indices into `names`, FLOPs): backward nodes that run if and only if one of these gradients is wanted.
+        weight_grad_flops: t_dw per name, the part of the classes that only this gradient needs.
+    """
+
+    names: tuple[str, ...]
+    forward_flops: int
+    classes: tuple[tuple[frozenset[int], int], ...]
+    weight_grad_flops: tuple[int, ...]
+
+    @cached_property
+    def masks(self) -> tuple[tuple[int, int], ...]:
+        """The classes as (bit mask, FLOPs)."""
+        return tuple((sum(1 << i for i in members), flops) for members, flops in self.classes)
+
+    def cost(self, selection: Iterable[int]) -> int:
+        """Exact backward FLOPs when only these gradients are computed: sum of the classes that one of them needs."""
+        wanted = sum(1 << i for i in set(selection))
+        return sum(flops for mask, flops in self.masks if mask & wanted)
+
+    @cached_property
+    def backward_flops(self) -> int:
+        """Backward FLOPs of full training."""
+        return sum(flops for _, flops in self.classes)
+
+    @property
+    def step_flops(self) -> int:
+        """T_full: forward and full backward."""
+        return self.forward_flops + self.backward_flops
+
+    def affordable(self, flops_ratio: float) -> int:
+        """Backward FLOPs that a budget leaves: floor(rho * T_full) - T_fp, exact in integers."""
+        numerator, denominator = float(flops_ratio).as_integer_ratio()
+        return self.step_flops * numerator // denominator - self.forward_flops
+
+    @cached_property
+    def chain_prefix(self) -> tuple[int, ...]:
+        """D_d: FLOPs of the dY chain down to depth d, for every d.
+
+        Every class that touches one of the parameters 0..d, less what their own gradients cost. If d is the deepest
+        selected, the chain costs at most this, whatever else is selected: exact for a chain, an upper bound for any graph.
+        """
+        first = [min(members) for members, _ in self.classes]
+        by_depth = [0] * len(self.names)
+        for depth, (_, flops) in zip(first, self.classes, strict=True):
+            by_depth[depth] += flops
+        total, prefix = 0, []
+        for depth, own in enumerate(self.weight_grad_flops):
+            total += by_depth[depth] - own
+            prefix.append(total)
+        return tuple(prefix)
+
+
+def smallest_ratio(costs: BackwardCosts) -> float:
+    """The smallest budget that trains anything: forward plus the cheapest gradient, rounded up to 4 digits."""
+    cheapest = min(costs.cost([i]) for i in range(len(costs.names)))
+    return min(1.0, math.ceil((costs.forward_flops + cheapest) / costs.step_flops * 10_000) / 10_000)

@@ -1,0 +1,107 @@
+"""Which tensors to train: the most important ones whose backward fits the budget (GreenTrainer, section 3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from graphopt.errors import BudgetError, ImportanceError
+from graphopt.planner.costs import BackwardCosts, smallest_ratio
+from graphopt.planner.knapsack import chain_knapsack, fill
+from graphopt.planner.milp import graph_milp
+
+__all__ = ["BackwardCosts", "Selection", "Solver", "select", "smallest_ratio"]
+
+Solver = Literal["auto", "knapsack", "milp"]
+
+RESOLUTION = 100_000
+"""T_q: steps of the knapsack's budget."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A set of tensors to train.
+
+    Attributes:
+        names: of the tensors (m in the paper).
+        backward_flops: exact FLOPs of the backward nodes that stay alive (`backward_cone`, sigma(m)).
+        flops_ratio: forward and this backward, over a full step.
+        value: sum of the importance.
+        solver: what found it.
+        gap: how far, relatively, the value may be from the optimum; inf if not proven.
+    """
+
+    names: tuple[str, ...]
+    backward_flops: int
+    flops_ratio: float
+    value: float
+    solver: str
+    gap: float
+
+
+def select(
+    costs: BackwardCosts,
+    importance: Sequence[float],
+    flops_ratio: float,
+    *,
+    solver: Solver = "auto",
+    resolution: int = RESOLUTION,
+    time_limit: float = 2.0,
+) -> Selection:
+    """The most important tensors whose step costs at most `flops_ratio` of full training.
+
+    Args:
+        importance: I_k, aligned with `costs.names`; scale does not matter. Tensors with I_k <= 0 are not chosen, unless
+            `flops_ratio` is 1, which trains everything.
+        flops_ratio: rho, in (0, 1].
+        solver: "knapsack" is exact on chains and quick; "milp" is exact on any graph; "auto" runs both, the MILP for at most
+            `time_limit` seconds, and returns the better.
+        resolution: T_q of the knapsack.
+    Returns:
+        A selection that never exceeds the budget; empty if no importance is positive.
+    Raises:
+        BudgetError: out of range, or too small to train anything; names the smallest feasible ratio.
+        ImportanceError: NaN or infinite.
+    """
+    if not 0 < flops_ratio <= 1:
+        raise BudgetError(f"flops={flops_ratio!r} must be above 0 and at most 1.")
+    if not all(math.isfinite(i) for i in importance):
+        raise ImportanceError("importance must be finite.")
+    if flops_ratio == 1:
+        return _selection(costs, importance, range(len(costs.names)), "everything", 0.0)
+    limit = costs.affordable(flops_ratio)
+    if limit < min(costs.cost([i]) for i in range(len(costs.names))):
+        raise infeasible(costs, flops_ratio)
+    found: list[Selection] = []
+    if solver in ("auto", "knapsack"):
+        chosen = fill(costs, importance, limit, chain_knapsack(costs, importance, limit, resolution))
+        found.append(_selection(costs, importance, chosen, "knapsack", math.inf))
+    if solver in ("auto", "milp"):
+        chosen, gap = graph_milp(costs, importance, limit, time_limit)
+        found.append(_selection(costs, importance, fill(costs, importance, limit, chosen), "milp", gap))
+    return max(found, key=lambda s: (s.value, -s.backward_flops))
+
+
+def infeasible(costs: BackwardCosts, flops_ratio: float) -> BudgetError:
+    """The error for a budget too small to train anything."""
+    forward = costs.forward_flops / costs.step_flops
+    what = "is below the forward pass alone" if flops_ratio < forward else "leaves too little for any gradient beyond the forward"
+    return BudgetError(
+        f"flops={flops_ratio:.4g} {what} ({forward:.3f} of a full step). Smallest feasible: {smallest_ratio(costs)}."
+    )
+
+
+def _selection(
+    costs: BackwardCosts, importance: Sequence[float], chosen: Sequence[int], solver: str, gap: float
+) -> Selection:
+    backward = costs.cost(chosen)
+    return Selection(
+        names=tuple(costs.names[i] for i in sorted(chosen)),
+        backward_flops=backward,
+        flops_ratio=(costs.forward_flops + backward) / costs.step_flops,
+        value=float(sum(importance[i] for i in chosen)),
+        solver=solver,
+        gap=gap,
+    )

@@ -1,0 +1,153 @@
+"""The harness that holds a pass to its contract, on any model: for graphopt's own passes and for those of users."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from graphopt.analysis.flops import flop_profile
+from graphopt.capture import BatchDim, as_call, batch_size_of, capture, flatten_call
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.lower import Backend, lower
+from graphopt.passes import Pass, PassReport, Preserves, run_pass
+from graphopt.specialise import specialise
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
+"""Largest difference allowed, relative to the largest gradient entry of the model."""
+
+
+@dataclass(frozen=True)
+class PassCheck:
+    """The outcome of one check.
+
+    Attributes:
+        report: of the pass.
+        error: largest difference from eager autograd, relative to the largest gradient entry of the model.
+        counted_flops: by `FlopCounterMode` while the rewritten step ran, without fusion or recomputation.
+    """
+
+    report: PassReport
+    error: float
+    counted_flops: int
+
+
+def check_pass(
+    rewrite: Pass,
+    model: nn.Module,
+    inputs: Any,
+    decisions: Any = None,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
+    backend: Backend = "aot_eager",
+    batch_dim: BatchDim = 0,
+) -> list[PassCheck]:
+    """Hold `rewrite` to its contract on `model`, against eager autograd.
+
+    The graph is rewritten, verified, compiled and run; every gradient that it still computes must be eager's, every other
+    `.grad` None, outputs and updated buffers unchanged, and the FLOPs counted while it runs equal to the report's.
+
+    Args:
+        model: deterministic (no dropout); copied for every dtype, never changed.
+        inputs: one batch, as for `graphopt.optimize`.
+        decisions: for `apply`. None: every other applicable site.
+        dtypes: floating-point types to check in.
+    Raises:
+        PassError: names the first violation.
+    """
+    if rewrite.preserves is not Preserves.EXACT:
+        raise PassError(f"check_pass can only check passes that are EXACT; {rewrite.name} is {rewrite.preserves.value}.")
+    return [_check(rewrite, model, inputs, decisions, dtype, backend, batch_dim) for dtype in dtypes]
+
+
+def _check(
+    rewrite: Pass, model: nn.Module, inputs: Any, decisions: Any, dtype: torch.dtype, backend: Backend, batch_dim: BatchDim
+) -> PassCheck:
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    reference, candidate = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
+    args, kwargs = pytree.tree_map(cast, as_call(inputs))
+    graph = capture(candidate, args, kwargs, batch_dim)
+    before = str(graph.graph)
+    if decisions is None:
+        decisions = {site.name for site in rewrite.applicable(graph)[::2]}
+    rewritten, report = run_pass(rewrite, graph, decisions)
+    if str(graph.graph) != before:
+        raise PassError(f"{rewrite.name} changed the caller's graph; it must rewrite only what run_pass hands it.")
+
+    for parameter in (*reference.parameters(), *candidate.parameters()):
+        parameter.grad = None
+    run = compiled(rewritten, candidate, args, kwargs, backend)
+    with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+        outputs = run()
+        _differentiable(outputs).backward()
+    expected = pytree.tree_leaves(reference(*args, **kwargs))
+    _differentiable(expected).backward()
+    _compare_results(rewrite, outputs, expected, reference, candidate, TOLERANCE[dtype])
+    error = _compare_gradients(rewrite, rewritten, reference, candidate, TOLERANCE[dtype])
+    counted = counter.get_total_flops()
+    if backend == "aot_eager" and counted != flop_profile(rewritten).step:
+        raise PassError(f"{rewrite.name}: {counted} FLOPs ran where {flop_profile(rewritten).step} were predicted.")
+    return PassCheck(report, error, counted)
+
+
+def compiled(
+    graph: TrainingGraph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend
+) -> Callable[[], list[Any]]:
+    """`graph` compiled for the batch of `args` and `kwargs`: a function that runs it on `model` and returns flat outputs."""
+    flat = flatten_call(args, kwargs)
+    batch_size = batch_size_of(flat, graph.batch_dims) or graph.batch_size
+    lowered = lower(specialise(graph, batch_size, decompose=backend == "inductor"), backend)
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    descs = [d for d in graph.inputs if d.kind != "tangent"]
+    inputs = [flat.tensors[d.target] if d.kind == "input" else tensors[d.target] for d in descs]
+    return lambda: lowered.run(inputs)
+
+
+def _differentiable(outputs: Iterable[Any]) -> Tensor:
+    """A scalar that depends on every differentiable output."""
+    parts = [t.double().square().sum() + t.double().sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack(parts).sum()
+
+
+def _compare_results(
+    rewrite: Pass, outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
+) -> None:
+    ours = [t for t in outputs if isinstance(t, Tensor)] + list(candidate.buffers())
+    theirs = [t for t in expected if isinstance(t, Tensor)] + list(reference.buffers())
+    if len(ours) != len(theirs):
+        raise PassError(f"{rewrite.name}: {len(ours)} outputs and buffers where eager has {len(theirs)}.")
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance):
+            raise PassError(f"{rewrite.name}: output or buffer {i} differs from eager.")
+
+
+def _compare_gradients(
+    rewrite: Pass, graph: TrainingGraph, reference: nn.Module, candidate: nn.Module, tolerance: float
+) -> float:
+    kept = set(graph.gradients())
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=1.0) or 1.0
+    worst = 0.0
+    for name, parameter in candidate.named_parameters():
+        gradient, wanted = parameter.grad, expected[name]
+        if name not in kept:
+            if gradient is not None:
+                raise PassError(f"{rewrite.name}: {name} has a gradient although the graph computes none.")
+            continue
+        if gradient is None or wanted is None:
+            raise PassError(f"{rewrite.name}: the gradient of {name} is missing.")
+        error = float((gradient.double() - wanted.double()).abs().max()) / scale
+        worst = max(worst, error)
+        if not error <= tolerance:
+            raise PassError(f"{rewrite.name}: the gradient of {name} differs from eager's by {error:.2e} of the largest entry.")
+    return worst

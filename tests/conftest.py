@@ -1,0 +1,18 @@
+"""Quiet third-party libraries and one seed for every test."""
+
+import logging
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+logging.getLogger("torch.__trace").propagate = False  # pytest captures logs, and torch traces to this one
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,64 @@
+"""The model matrix: every property of the foundation, on every family."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphopt
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from graphopt.passes import GreenTrainer
+from graphopt.testing import check_pass
+from tests import zoo
+
+NAMES = sorted(zoo.FACTORIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_flops_are_those_of_eager_execution(name: str) -> None:
+    model, inputs = zoo.make(name, batch=4)
+    flops = graphopt.analyze(model, inputs).flops
+    for batch in (4, 6):
+        model, inputs = zoo.make(name, batch)
+        # oneDNN would run a recurrent layer as one opaque operator
+        with torch.backends.mkldnn.flags(enabled=name != "lstm"), FlopCounterMode(
+            display=False, custom_mapping=ADDED_FORMULAS
+        ) as counter:
+            zoo.loss_of(zoo.call(model, inputs)).backward()
+        assert flops.at(batch).step == counter.get_total_flops()
+    assert sum(t.weight_grad_flops + t.input_grad_flops for t in flops.tensors) + flops.unattributed == flops.backward
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cut_keeps_selected_gradients_exact_in_both_precisions(name: str) -> None:
+    model, inputs = zoo.make(name, batch=4)
+    for check in check_pass(GreenTrainer(), model, inputs):
+        assert check.report.changes.changed
+        assert check.report.step_flops_after <= check.report.step_flops_before
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_optimised_step_trains_only_the_selection_within_budget(name: str) -> None:
+    model, inputs = zoo.make(name, batch=4)
+    opt = graphopt.optimize(model, inputs, budget=0.7, backend="aot_eager")
+    reference, _ = zoo.make(name, batch=4)
+    for batch in (4, 3, 4):  # the last, smaller batch of an epoch
+        part = zoo.rows(inputs, batch)
+        zoo.call(opt, part)  # compiles; tracing on fake tensors would be counted too
+        opt.zero_grad(set_to_none=True)
+        reference.zero_grad(set_to_none=True)
+        reference.load_state_dict(model.state_dict())
+        with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+            output = zoo.call(opt, part)
+            zoo.loss_of(output).backward()
+        expected = zoo.call(reference, part)
+        zoo.loss_of(expected).backward()
+        assert type(output) is type(expected)
+        torch.testing.assert_close(zoo.loss_of(output), zoo.loss_of(expected), rtol=1e-5, atol=1e-6)
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        assert {n for n, g in gradients.items() if g is not None} == opt.selected
+        for parameter_name, parameter in reference.named_parameters():
+            if parameter_name in opt.selected:
+                torch.testing.assert_close(gradients[parameter_name], parameter.grad, rtol=1e-4, atol=1e-5)
+        flops = opt.flops.at(batch)
+        assert counter.get_total_flops() == flops.forward + flops.cost(opt.selected)
+        assert counter.get_total_flops() <= 0.7 * flops.step
