@@ -11,7 +11,7 @@ import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -138,7 +138,11 @@ class _Call(nn.Module):
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, batch_dim: BatchDim = 0
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    batch_dim: BatchDim = 0,
+    straight_line: bool = False,
 ) -> TrainingGraph:
     """Trace one training step's forward and backward of `model(*args, **kwargs)`.
 
@@ -146,6 +150,7 @@ def capture(
         model: in the mode (train or eval, per module) that is to be captured; real, fake or meta tensors.
         args, kwargs: example arguments; tensors of any batch size.
         batch_dim: see `BatchDim`.
+        straight_line: the model is a graph already, with no Python control flow for Dynamo to look into.
     Returns:
         The joint graph, with `batch_size` that of the example.
     Raises:
@@ -163,15 +168,36 @@ def capture(
     model, tensors = _without_storage(model, inputs.tensors)
     with _unchanged_rng(tensors), _no_generation_cache(model):
         if batch_size is None:
-            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
+            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", straight_line)
         if batch_size == 0:
             raise InputError("the batch is empty: pass at least one sample.")
-        repeats = _repeats(model, tensors, dims, batch_size)
-        try:
-            return _trace(model, inputs, _tiled(tensors, dims, repeats), dims, batch_size, None)
-        except compat.BatchSpecialised as error:
-            reason = "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
-            return _trace(model, inputs, tensors, dims, batch_size, reason)
+        reason = ""
+        for repeats in _repeats(model, tensors, dims, batch_size):
+            try:
+                return _trace(model, inputs, _tiled(tensors, dims, repeats), dims, batch_size, None)
+            except compat.BatchSpecialised as error:
+                reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
+        return _trace(model, inputs, tensors, dims, batch_size, reason)
+
+
+def capture_to_run(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch_dim: BatchDim = 0,
+    straight_line: bool = False,
+) -> TrainingGraph:
+    """`capture`, but always a graph that can run the batch at hand.
+
+    torch traces a symbolic batch as "2 or more", because a size of 1 broadcasts: a batch of 1 gets a static graph.
+    """
+    graph = capture(model, args, kwargs, batch_dim, straight_line)
+    inputs = flatten_call(args, kwargs)
+    batch_size = batch_size_of(inputs, graph.batch_dims)
+    if batch_size is None or graph.accepts(batch_size):
+        return graph
+    static = capture(model, args, kwargs, None)
+    return replace(static, batch_size=batch_size, batch_dims=graph.batch_dims, static_reason=f"a batch of {batch_size}")
 
 
 def _trace(
@@ -181,6 +207,7 @@ def _trace(
     dims: Sequence[int | None],
     batch_size: int,
     static_reason: str | None,
+    straight_line: bool = False,
 ) -> TrainingGraph:
     """One attempt: a symbolic batch if `static_reason` is None, else a static graph."""
     tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
@@ -188,7 +215,8 @@ def _trace(
         for tensor, dim in zip(tensors, dims, strict=True):
             if dim is not None:
                 compat.mark_batch_symbolic(tensor, dim)
-    traced = compat.dynamo_capture(_Call(model, inputs), tensors)
+    call = _Call(model, inputs)
+    traced = call if straight_line else compat.dynamo_capture(call, tensors)
     with contextlib.ExitStack() as stack:
         try:
             export = compat.export_joint(stack, traced, tensors)
@@ -203,8 +231,7 @@ def _trace(
     if static_reason is None:
         symbols = _batch_symbols(export, dims)
         if not symbols:
-            static_reason = "the trace fixed the batch size"
-            return _trace(model, inputs, tensors, dims, batch_size, static_reason)
+            raise compat.BatchSpecialised("some inputs' batch became a constant")
     graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
     normalise(graph)
     return graph
@@ -266,18 +293,17 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
     )
 
 
-def _repeats(model: nn.Module, tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int) -> int:
-    """How often to repeat the example so that its batch is at least 2 and equals no other size in sight.
+def _repeats(model: nn.Module, tensors: Sequence[Tensor], dims: Sequence[int | None], batch_size: int) -> list[int]:
+    """How often to repeat the example for each attempt at a symbolic trace.
 
-    A trace with a batch of 1 is special to torch, and one that equals, say, the sequence length makes code that compares
-    sizes look as if it depended on the batch. Multiples keep any divisibility that the model asks for.
+    First as it is, unless its batch is 1, which torch never makes a symbol. Then with a batch that equals no other size in
+    sight: one that equals, say, the sequence length makes code that compares sizes look as if it depended on the batch.
+    Multiples keep any divisibility that the model asks for.
     """
     taken = {int(s) for p in model.parameters() for s in p.shape}
     taken |= {int(s) for t, d in zip(tensors, dims, strict=True) for i, s in enumerate(t.shape) if i != d}
-    repeats = 2 if batch_size == 1 else 1
-    while batch_size * repeats in taken:
-        repeats += 1
-    return repeats
+    distinct = next(r for r in range(2, len(taken) + 3) if batch_size * r not in taken)
+    return [distinct] if batch_size == 1 else [1, distinct]
 
 
 def _tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) -> list[Tensor]:

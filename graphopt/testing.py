@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
-from graphopt.capture import BatchDim, as_call, batch_size_of, capture, flatten_call
+from graphopt.capture import BatchDim, as_call, batch_size_of, capture_to_run, flatten_call
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
@@ -76,7 +76,7 @@ def _check(
 
     reference, candidate = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
     args, kwargs = pytree.tree_map(cast, as_call(inputs))
-    graph = capture(candidate, args, kwargs, batch_dim)
+    graph = capture_to_run(candidate, args, kwargs, batch_dim)
     before = str(graph.graph)
     if decisions is None:
         decisions = {site.name for site in rewrite.applicable(graph)[::2]}

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture, flatten_call
+from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, Lowered, lower
 from graphopt.passes import PassReport
@@ -98,10 +98,12 @@ class Counters:
 class Variants:
     """Finds or makes the compiled step for a call of `model`."""
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend) -> None:
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend, straight_line: bool = False) -> None:
+        """See `graphopt.optimize`, and `capture` for `straight_line`."""
         self.model = model
         self.batch_dim = batch_dim
         self.backend = backend
+        self.straight_line = straight_line
         self.counters = Counters()
         self._captures: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
         self._rewritten: BoundedCache[Any, tuple[TrainingGraph, tuple[PassReport, ...], float]] = BoundedCache(STEP_LIMIT)
@@ -129,27 +131,19 @@ class Variants:
         dims = batch_dims_of(inputs, self.batch_dim)
         batch_size = batch_size_of(inputs, dims)
         signature = self._signature(inputs, dims)
-        graph = self._captures.get(signature)
-        if graph is None:
-            graph = self._captures.put(signature, self._trace(args, kwargs, self.batch_dim))
-        if batch_size is None or graph.accepts(batch_size):
-            return signature, graph
-        # A batch for which the symbolic graph does not hold, such as 1, gets a static graph of its own.
-        special = (signature, batch_size)
-        graph = self._captures.get(special)
-        if graph is None:
-            graph = replace(
-                self._trace(args, kwargs, None), batch_size=batch_size, batch_dims=dims, static_reason="special batch size"
-            )
-            self._captures.put(special, graph)
-        return special, graph
-
-    def _trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> TrainingGraph:
+        for place in (signature, (signature, batch_size)):
+            graph = self._captures.get(place)
+            if graph is not None and (batch_size is None or graph.accepts(batch_size)):
+                return place, graph
         start = time.perf_counter()
-        graph = capture(self.model, args, kwargs, batch_dim)
+        graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.straight_line)
         self.counters.captures += 1
         self.counters.capture_seconds += time.perf_counter() - start
-        return graph
+        # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);
+        # others then get a graph of their own.
+        shared = graph.symbolic and self._captures.get(signature) is None
+        place = signature if shared else (signature, batch_size)
+        return place, self._captures.put(place, graph)
 
     def _compile(self, signature: Any, graph: TrainingGraph, plan: Plan, batch_size: int) -> CompiledStep:
         start = time.perf_counter()

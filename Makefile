@@ -1,0 +1,42 @@
+# Everything runs in .venv, which the first command makes. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format bench fuzz clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "graphopt needs Python 3.11 or newer, found " + sys.version'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(STAMP) ## fine-tune MiniLM on WordNet glosses: full against half of the FLOPs (a few minutes)
+	$(BIN)/graphopt demo
+
+test: $(STAMP) ## run the test suite on two processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP) ## style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## the GreenTrainer benchmark: one table, and JSON in out/
+	$(BIN)/graphopt bench greentrainer --out out/bench_greentrainer.json
+
+fuzz: $(STAMP) ## property tests with many more examples
+	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/properties tests/planner
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,162 @@
+"""The `graphopt` command: analyze, optimize, demo, bench."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from graphopt.errors import GraphoptError
+
+app = typer.Typer(
+    name="graphopt",
+    help="The same training, cheaper: a compiler for the joint forward and backward graph of PyTorch models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face folder or config file (never downloaded), or package.module:factory.")]
+Batch = Annotated[int, typer.Option(min=1, help="Samples in the example batch.")]
+Length = Annotated[int, typer.Option(min=1, help="Tokens per sample, for text models.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.command()
+def analyze(
+    model: Model,
+    batch: Batch = 4,
+    length: Length = 512,
+    cost: Annotated[str, typer.Option(help="exact (operators of the graph) or paper (GreenTrainer's own rules).")] = "exact",
+    top: Annotated[int, typer.Option(min=0, help="Tensors to list, the costliest first; 0 lists all in order.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Count the FLOPs of a training step, per tensor; allocates no weights."""
+    import graphopt
+    from graphopt.integrations.models import load
+
+    console = Console(stderr=True)
+    with console.status("loading and tracing the model"):
+        loaded, inputs = load(model, batch, length, weights=False)
+        flops = graphopt.analyze(loaded, inputs, cost=cost).flops  # type: ignore[arg-type]
+    rows = list(flops.tensors)
+    if as_json:
+        print(json.dumps({
+            "model": model, "batch": batch, "cost": cost, "forward": flops.forward, "backward": flops.backward, "step": flops.step,
+            "tensors": [
+                {"name": r.name, "shape": list(r.shape), "weight_grad_flops": r.weight_grad_flops, "input_grad_flops": r.input_grad_flops}
+                for r in rows
+            ],
+        }, indent=1))  # fmt: skip
+        return
+    table = Table(title=f"{model}, batch {batch}: GFLOPs of one step (2 per multiply-add), cost={cost}")
+    for column in ("tensor", "shape", "own gradient (t_dw)", "passing it on (t_dy)"):
+        table.add_column(column, justify="left" if column == "tensor" else "right")
+    shown = sorted(rows, key=lambda r: -(r.weight_grad_flops + r.input_grad_flops))[:top] if top else rows
+    for r in shown:
+        shape = "x".join(map(str, r.shape))
+        table.add_row(r.name, shape, f"{r.weight_grad_flops / 1e9:,.3f}", f"{r.input_grad_flops / 1e9:,.3f}")
+    console = Console()
+    console.print(table)
+    if len(shown) < len(rows):
+        console.print(f"{len(rows) - len(shown)} more tensors; --top 0 lists all")
+    console.print(
+        f"forward {flops.forward / 1e9:,.3f}  backward {flops.backward / 1e9:,.3f}  step {flops.step / 1e9:,.3f} GFLOPs"
+    )
+
+
+@app.command()
+def optimize(
+    model: Model,
+    budget: Annotated[float, typer.Option(help="FLOPs of a step as a fraction of full training's, in (0, 1].")] = 0.5,
+    out: Annotated[Path, typer.Option(help="Folder for the graphs, the diff per pass, the picture and report.json.")] = Path("out"),
+    batch: Batch = 4,
+    length: Length = 32,
+    backend: Annotated[str, typer.Option(help="inductor or aot_eager.")] = "aot_eager",
+    as_json: AsJson = False,
+) -> None:
+    """Optimise a model for a budget, run one step on random inputs, and dump the graphs."""
+    import graphopt
+    from graphopt.integrations.models import load
+
+    console = Console(stderr=True)
+    with console.status("optimising"):
+        loaded, inputs = load(model, batch, length, weights=True)
+        opt = graphopt.optimize(loaded.train(), inputs, budget=budget, backend=backend)
+        _run_once(opt, inputs)
+        files = opt.dump(out)
+    if as_json:
+        print(json.dumps(opt.report.to_dict(), indent=1))
+        return
+    console = Console()
+    console.print(str(opt.report), highlight=False)
+    console.print(f"wrote {len(files)} files to {out}")
+
+
+def _run_once(opt: Any, inputs: Any) -> None:
+    if isinstance(inputs, dict):
+        opt(**inputs)
+    else:
+        opt(*inputs)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def demo(context: typer.Context) -> None:
+    """Fine-tune MiniLM on WordNet glosses: full fine-tuning against half of its FLOPs; --help lists its options."""
+    import runpy
+
+    script = Path(__file__).parent.parent / "examples" / "finetune_glosses.py"
+    if not script.exists():
+        raise GraphoptError("the demo's data is in the repository: run it from a checkout installed with pip install -e.")
+    arguments = context.args or ["--steps", "120", "--evaluate", "40", "--validation-rows", "1000"]
+    runpy.run_path(str(script))["main"](arguments)
+
+
+@bench_app.command("greentrainer")
+def bench_greentrainer(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
+    models: Annotated[str, typer.Option(help="Comma-separated: minilm, gpt2.")] = "minilm,gpt2",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Full fine-tuning, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
+    from graphopt.bench import greentrainer
+
+    results = greentrainer.run(models.split(","), repeats, Console(stderr=True))
+    text = json.dumps(results, indent=1)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    if as_json:
+        print(text)
+    else:
+        greentrainer.show(results, Console())
+
+
+def main() -> None:
+    """Entry point: graphopt's own errors and wrong usage end with one line and exit code 2."""
+    try:
+        result = app(standalone_mode=False)
+    except GraphoptError as error:
+        _fail(str(error))
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # wrong usage, as typer and click report it
+            raise
+        _fail(error.format_message())
+    sys.exit(result if isinstance(result, int) else 0)
+
+
+def _fail(message: str) -> None:
+    print(f"graphopt: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,115 @@
+"""A model and example inputs from what a user names on the command line; nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt import compat
+from graphopt.errors import InputError
+
+
+def load(name: str, batch: int, length: int, weights: bool) -> tuple[nn.Module, Any]:
+    """Resolve `name` to a model and one batch of inputs.
+
+    Args:
+        name: a Hugging Face folder, a config file, or `package.module:factory`; a factory returns a model and its inputs.
+        batch, length: samples, and tokens per sample for text models; a factory chooses its own.
+        weights: False builds the model without memory for its weights.
+    Raises:
+        InputError: says what is wrong with `name`.
+    """
+    path = Path(name)
+    if path.exists():
+        return _from_hugging_face(path, batch, length, weights)
+    if ":" in name:
+        return _from_factory(name, weights)
+    raise InputError(f"{name!r} is neither a folder, a config file, nor package.module:factory.")
+
+
+def _from_factory(name: str, weights: bool) -> tuple[nn.Module, Any]:
+    module_name, _, attribute = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InputError(f"cannot import {name!r}: {error}") from error
+    made = factory() if callable(factory) else factory
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise InputError(f"{name} must return (model, example_inputs), not {type(made).__name__}.")
+    return made
+
+
+def _from_hugging_face(path: Path, batch: int, length: int, weights: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError("loading Hugging Face models needs transformers: pip install 'graphopt[transformers]'") from error
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    except FileNotFoundError as error:
+        raise InputError(f"{path} has no config.json.") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{file} is not a Hugging Face config: {type(error).__name__}: {error}") from error
+    model_class = _model_class(transformers, config)
+    saved = path.is_dir() and any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    try:
+        if weights and saved:
+            return model_class.from_pretrained(path, local_files_only=True), _inputs(model_class, config, batch, length)
+        mode = contextlib.nullcontext() if weights else compat.new_fake_mode()
+        with mode:
+            model = model_class._from_config(config)
+            return model.train(), _inputs(model_class, config, batch, length)
+    except (ValueError, TypeError, OSError, RuntimeError, AttributeError) as error:
+        raise InputError(f"cannot build {model_class.__name__} from {file}: {error}") from error
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) in mapping:
+        return mapping[type(config)]
+    mapping = transformers.MODEL_MAPPING
+    if type(config) in mapping:
+        return mapping[type(config)]
+    raise InputError(f"transformers has no model class for a {config.model_type!r} config.")
+
+
+_LABEL_PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
+_LABEL_PER_TOKEN = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
+
+
+def _inputs(model_class: Any, config: Any, batch: int, length: int) -> dict[str, Tensor]:
+    """Random inputs of the right shapes, with labels where the model takes them."""
+    accepted = inspect.signature(model_class.forward).parameters
+    text = getattr(config, "text_config", None) or config
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    length = min(length, limit) if isinstance(limit, int) and limit > 0 else length
+    inputs: dict[str, Tensor] = {}
+    if "input_ids" in accepted:
+        inputs["input_ids"] = torch.randint(0, text.vocab_size, (batch, length))
+        if "attention_mask" in accepted:
+            inputs["attention_mask"] = torch.ones((batch, length), dtype=torch.long)
+    elif "pixel_values" in accepted:
+        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        inputs["pixel_values"] = torch.randn(batch, getattr(config, "num_channels", 3), size, size)
+    else:
+        raise InputError(f"{model_class.__name__} takes neither text nor images: write a factory that returns (model, inputs).")
+    if "labels" in accepted:
+        if model_class.__name__.endswith(_LABEL_PER_SAMPLE):
+            inputs["labels"] = torch.zeros(batch, dtype=torch.long)
+        elif model_class.__name__.endswith(_LABEL_PER_TOKEN):
+            inputs["labels"] = torch.zeros((batch, length), dtype=torch.long)
+    return inputs
