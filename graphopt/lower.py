@@ -88,10 +88,14 @@ class _Tangent:
     def materialise(self, gradient: Tensor | None) -> Tensor:
         if gradient is None:
             return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        if gradient.stride() == self.stride:
-            return gradient
-        laid_out = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return laid_out.copy_(gradient)
+        return _laid_out(gradient, self.stride)
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """`tensor` in the memory layout that a graph was traced with; a copy only if it has another."""
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,7 @@ class _Layout:
         mutated: input position of each updated buffer that the forward returns first.
         num_results, num_outputs: the model's outputs with and without the bases that some of them are views of.
         aliases: see `OutputAlias`, per output.
+        strides: per input, the memory layout that the graph was traced with.
         tangents: by placeholder name, what the backward expects.
         gradients: (index among the backward's results, input position) of every gradient that is computed.
     """
@@ -110,6 +115,7 @@ class _Layout:
     num_results: int
     num_outputs: int
     aliases: tuple[compat.OutputAlias, ...]
+    strides: tuple[tuple[int, ...], ...]
     tangents: dict[str, _Tangent]
     gradients: tuple[tuple[int, int], ...]
 
@@ -130,6 +136,11 @@ class _Layout:
             num_results=len(results),
             num_outputs=sum(d.kind == "output" for d in results),
             aliases=graph.aliases,
+            strides=tuple(
+                tuple(node.meta["val"].stride())
+                for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
+                if desc.kind != "tangent"
+            ),
             tangents=tangents,
             gradients=tuple((k, graph.inputs.index(d.target)) for k, (d, node) in enumerate(returned) if node is not None),
         )
@@ -175,7 +186,8 @@ class _Step(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, runner: _Runner, inputs: tuple[Any, ...], *differentiated: Tensor) -> Any:
         with compat.no_autocast():
-            returned = runner.pair.forward([t.detach() if isinstance(t, Tensor) else t for t in inputs])
+            laid_out = [_laid_out(t.detach(), stride) for t, stride in zip(inputs, runner.layout.strides, strict=True)]
+            returned = runner.pair.forward(laid_out)
         mutations, num_results = len(runner.layout.mutated), runner.layout.num_results
         for position, value in zip(runner.layout.mutated, returned[:mutations], strict=True):
             inputs[position].copy_(value)

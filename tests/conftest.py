@@ -10,7 +10,6 @@ import pytest
 import torch
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-logging.getLogger("torch.__trace").propagate = False  # pytest captures logs, and torch traces to this one
 
 
 @pytest.fixture(autouse=True)

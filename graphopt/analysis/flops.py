@@ -200,7 +200,7 @@ def _split_private(
     A dW product is the last one before a gradient, serves it alone, and multiplies two activations: a product with a
     parameter passes the gradient on (dY = dZ W^T), even when only the deepest tensor is left to receive it.
     """
-    weights = _weight_of(graph)
+    weights = weight_of(graph)
     private: dict[int, list[fx.Node]] = defaultdict(list)
     for i, gradient in enumerate(graph.gradients().values()):
         stack, seen = [gradient], set()
@@ -221,7 +221,7 @@ _LAYOUT = ("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expa
            "_to_copy", "clone", "alias", "detach", "split", "getitem", "unbind")  # fmt: skip
 
 
-def _weight_of(graph: TrainingGraph) -> dict[fx.Node, str]:
+def weight_of(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Parameter name of every node that is a parameter, seen through changes of layout and dtype."""
     weights = dict(graph.parameter_nodes())
     for node in graph.graph.nodes:
@@ -242,7 +242,7 @@ def _attribute_chain(
 ) -> dict[str, sympy.Expr]:
     """t_dy per parameter: products with a parameter are its own; the others (attention) belong to the parameter that the
     gradient passed last."""
-    weights = _weight_of(graph)
+    weights = weight_of(graph)
     members = set(chain)
     last: dict[fx.Node, str] = {}
     total: dict[str, list[sympy.Expr]] = defaultdict(list)

@@ -1,0 +1,283 @@
+"""GreenTrainer's own FLOP rules per tensor, for comparison with its published numbers (`cost="paper"`).
+
+The rules are those of the authors' implementation, applied to the structure of the captured graph: what reads a parameter
+decides its rule. They count multiply-adds of forward (fp), own gradient (t_dw) and passing on (t_dy):
+
+* a product with a weight: fp = t_dw = t_dy = its multiply-adds; its bias: fp = t_dw = elements of the output, t_dy = 0;
+* attention: fp = the two products, t_dy = twice that, on the last parameter read before it (the value projection);
+* layer norm: fp = t_dw = t_dy = elements for the weight, fp alone for the bias;
+* embedding: fp = elements of the output, t_dw = elements of the table, t_dy = 0; a tied head adds a dense product, whose
+  t_dy goes to the tensor nearest the output;
+* cross-attention keys and values are counted with the length of the queries, which is an error of the paper's kept here;
+* anything else costs nothing.
+
+Source: GreenTrainer, section 3.1, and its reference implementation. Exact counts are in `graphopt.analysis.flops`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from graphopt.analysis.flop_formulas import node_flops
+from graphopt.analysis.flops import TensorFlops, weight_of
+from graphopt.errors import InputError
+from graphopt.graph import BATCH, TrainingGraph, ancestors
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PaperProfile:
+    """FLOPs of one step by the paper's rules, 2 per multiply-add (its tables count multiply-adds: halve these).
+
+    Attributes:
+        batch_size: samples that the integers are for.
+        order: trainable parameters from the output to the input, in reverse order of execution.
+        formulas: `forward`, `backward` and `step` as sympy expressions of `B`.
+    """
+
+    batch_size: int
+    order: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    forward_formula: sympy.Expr
+    own: dict[str, sympy.Expr]
+    passed: dict[str, sympy.Expr]
+    symbolic: bool
+
+    def at(self, batch: int) -> PaperProfile:
+        """The same formulas for another batch size.
+
+        Raises:
+            InputError: the graph is static and `batch` is not the captured one.
+        """
+        if not self.symbolic and batch != self.batch_size:
+            raise InputError(f"the model fixes the batch size to {self.batch_size}: analyse it again with {batch} samples.")
+        return replace(self, batch_size=batch)
+
+    @cached_property
+    def formulas(self) -> dict[str, sympy.Expr]:
+        """`forward`, `backward`, `step` as expressions of `B`."""
+        backward = sympy.Add(*self.own.values(), *self.passed.values())
+        return {"forward": self.forward_formula, "backward": backward, "step": self.forward_formula + backward}
+
+    @property
+    def forward(self) -> int:
+        """T_fp in FLOPs."""
+        return self._evaluate(self.forward_formula)
+
+    @property
+    def backward(self) -> int:
+        """Sum of all t_dy and t_dw, in FLOPs."""
+        return self._evaluate(self.formulas["backward"])
+
+    @property
+    def step(self) -> int:
+        """T_full in FLOPs."""
+        return self.forward + self.backward
+
+    @cached_property
+    def tensors(self) -> tuple[TensorFlops, ...]:
+        """One row per trainable parameter, from the output to the input."""
+        zero = sympy.Integer(0)
+        return tuple(
+            TensorFlops(
+                name,
+                self.shapes[name],
+                True,
+                self._evaluate(self.own.get(name, zero)),
+                self._evaluate(self.passed.get(name, zero)),
+            )
+            for name in self.order
+        )
+
+    def cost(self, selection: Iterable[str]) -> int:
+        """m . t_dw + sigma(m) . t_dy in FLOPs: the chain down to the deepest selected tensor, its own t_dy included.
+
+        Raises:
+            InputError: a name that is no trainable parameter.
+        """
+        wanted = set(selection)
+        unknown = sorted(wanted - set(self.order))
+        if unknown:
+            raise InputError(f"{unknown[0]!r} is not a trainable parameter of the analysed model.")
+        deepest = max((i for i, name in enumerate(self.order) if name in wanted), default=-1)
+        rows = self.tensors
+        return sum(r.weight_grad_flops for r in rows if r.name in wanted) + sum(
+            r.input_grad_flops for r in rows[: deepest + 1]
+        )
+
+    def _evaluate(self, formula: sympy.Expr) -> int:
+        return int(formula.subs(BATCH, self.batch_size))
+
+
+@dataclass
+class _Tally:
+    """Multiply-adds per parameter, as the rules are applied."""
+
+    forward: list[sympy.Expr] = field(default_factory=list)
+    own: dict[str, list[sympy.Expr]] = field(default_factory=lambda: defaultdict(list))
+    passed: dict[str, list[sympy.Expr]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, name: str, fp: Any = 0, dw: Any = 0, dy: Any = 0) -> None:
+        self.forward.append(sympy.sympify(fp))
+        self.own[name].append(sympy.sympify(dw))
+        self.passed[name].append(sympy.sympify(dy))
+
+
+def paper_profile(graph: TrainingGraph) -> PaperProfile:
+    """Apply the paper's rules to the forward part of a captured graph."""
+    weights = weight_of(graph)
+    forward = ancestors(graph.forward_results())
+    nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
+    shortened = _cross_attention_scale(graph, nodes, weights)
+    tally = _Tally()
+    first_read: dict[str, int] = {}
+    heads: list[tuple[str, sympy.Expr]] = []
+    looked_up = {weights[n.args[0]] for n in nodes if n.target is aten.embedding.default and n.args[0] in weights}
+    last = ""
+    for position, node in enumerate(nodes):
+        read = [weights[n] for n in node.all_input_nodes if n in weights]
+        if read and node in weights:
+            continue  # a change of layout of the parameter itself
+        macs = graph.formula(node_flops(node)) / 2
+        if macs != 0:
+            macs *= shortened.get(node, 1)
+            last = _product(tally, graph, node, weights, macs, looked_up, heads, last)
+        elif read:
+            _elementwise(tally, graph, node, read, weights)
+            last = read[-1]
+        for name in read:
+            first_read.setdefault(name, position)
+    trainable = {p.name for p in graph.trainable}
+    order = tuple(sorted((n for n in first_read if n in trainable), key=lambda n: -first_read[n]))
+    for head, macs in heads:
+        nearest = next((n for n in order if n != head), head)
+        tally.passed[nearest].append(macs)
+    return PaperProfile(
+        batch_size=graph.batch_size,
+        order=order,
+        shapes={p.name: p.shape for p in graph.parameters},
+        forward_formula=2 * sympy.Add(*tally.forward),
+        own={n: 2 * sympy.Add(*parts) for n, parts in tally.own.items() if n in trainable},
+        passed={n: 2 * sympy.Add(*parts) for n, parts in tally.passed.items() if n in trainable},
+        symbolic=graph.symbolic,
+    )
+
+
+def _product(
+    tally: _Tally,
+    graph: TrainingGraph,
+    node: fx.Node,
+    weights: dict[fx.Node, str],
+    macs: sympy.Expr,
+    looked_up: set[str],
+    heads: list[tuple[str, sympy.Expr]],
+    last: str,
+) -> str:
+    """Rules for a matrix product or fused attention; returns the parameter that was read last."""
+    operands = [weights[n] for n in node.all_input_nodes if n in weights and len(_shape_of(n)) > 1]
+    if not operands:  # attention: two activations
+        if last:
+            tally.add(last, fp=macs, dy=2 * macs)
+        return last
+    name = operands[-1]
+    if name in looked_up:  # a tied head; where its dy belongs is known once the order is
+        tally.add(name, fp=macs, dw=macs)
+        heads.append((name, macs))
+    else:
+        tally.add(name, fp=macs, dw=macs, dy=macs)
+    bias = next((weights[n] for n in node.all_input_nodes if n in weights and len(_shape_of(n)) == 1), None)
+    if bias is None:
+        return name
+    elements = _elements(graph, node.meta["val"])
+    tally.add(bias, fp=elements, dw=elements)
+    return bias
+
+
+def _elementwise(
+    tally: _Tally, graph: TrainingGraph, node: fx.Node, read: list[str], weights: dict[fx.Node, str]
+) -> None:
+    """Rules for embeddings, normalisation and separate biases."""
+    value = node.meta["val"]
+    if node.target is aten.embedding.default:
+        table = next(p for p in graph.parameters if p.name == read[0])
+        tally.add(read[0], fp=_elements(graph, value), dw=sympy.prod(table.shape))
+    elif node.target is aten.native_layer_norm.default:
+        elements = _elements(graph, value[0])
+        scale, shift = node.args[2], node.args[3]
+        if scale in weights:
+            tally.add(weights[scale], fp=elements, dw=elements, dy=elements)
+        if shift in weights:
+            tally.add(weights[shift], fp=elements)
+    elif node.target is aten.mul.Tensor and isinstance(value, Tensor):  # the scale of an RMS norm
+        elements = _elements(graph, value)
+        tally.add(read[0], fp=elements, dw=elements, dy=elements)
+    elif node.target is aten.add.Tensor and isinstance(value, Tensor):  # a bias added on its own
+        elements = _elements(graph, value)
+        tally.add(read[0], fp=elements, dw=elements)
+
+
+def _cross_attention_scale(
+    graph: TrainingGraph, nodes: list[fx.Node], weights: dict[fx.Node, str]
+) -> dict[fx.Node, sympy.Expr]:
+    """Factor by which the paper undercounts a product that makes keys or values of another length than the queries."""
+    products = {n for n in nodes if node_flops(n) != 0}
+    scale: dict[fx.Node, sympy.Expr] = {}
+    for node in products:
+        if any(n in weights for n in node.all_input_nodes):
+            continue
+        fused = "attention" in str(node.target)
+        queries = graph.formula(_shape_of(node.args[0])[-2])
+        for operand in node.args[1:3] if fused else node.args[1:2]:
+            source = _made_by(operand, products)
+            if source is None:
+                continue
+            # In an unfused Q K^T the keys stand in the columns.
+            keys = graph.formula(_shape_of(operand)[-1 if not fused and _is_key(node) else -2])
+            if keys != queries:
+                scale[source] = queries / keys
+    return scale
+
+
+def _is_key(node: fx.Node) -> bool:
+    """Whether an unfused product's result goes on to a softmax, so that it is Q K^T and not P V."""
+    stack, seen = list(node.users), set()
+    while stack:
+        user = stack.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.target is aten._softmax.default:
+            return True
+        if node_flops(user) == 0:
+            stack.extend(user.users)
+    return False
+
+
+def _made_by(operand: Any, products: set[fx.Node]) -> fx.Node | None:
+    """The product whose result `operand` is, seen through changes of layout, dtype and scale."""
+    while isinstance(operand, fx.Node) and operand not in products:
+        inputs = operand.all_input_nodes
+        tensors = [n for n in inputs if isinstance(n.meta.get("val"), Tensor)]
+        if len(tensors) != 1:
+            return None
+        operand = tensors[0]
+    return operand if isinstance(operand, fx.Node) else None
+
+
+def _shape_of(node: Any) -> tuple[Any, ...]:
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (tuple, list)) else value
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _elements(graph: TrainingGraph, value: Tensor) -> sympy.Expr:
+    return sympy.prod([graph.formula(s) for s in value.shape])

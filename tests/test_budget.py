@@ -1,0 +1,50 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt import Budget, BudgetError
+from graphopt.budget import parse_bytes
+from graphopt.passes import GreenTrainer
+from graphopt.planner.plan import resolve_passes
+
+
+@pytest.mark.parametrize("flops", [0, -0.1, 1.0001, float("nan"), float("inf"), "0.5", True])
+def test_flops_outside_its_range_is_refused_at_construction(flops: object) -> None:
+    with pytest.raises(BudgetError, match="flops="):
+        Budget(flops=flops)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("memory", ["24 elephants", "-1GiB", 0, "", "GiB", -5])
+def test_malformed_memory_is_refused(memory: object) -> None:
+    with pytest.raises(BudgetError, match="memory="):
+        Budget(memory=memory)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variance", [0, -1, float("nan")])
+def test_variance_must_be_positive(variance: float) -> None:
+    with pytest.raises(BudgetError, match="variance="):
+        Budget(variance=variance)
+
+
+def test_memory_units() -> None:
+    assert Budget(memory="24GiB").memory == 24 * 2**30
+    assert Budget(memory="800 MB").memory == 800 * 10**6
+    assert parse_bytes("1.5kib") == 1536
+
+
+@given(st.floats(min_value=0, max_value=1, exclude_min=True))
+def test_a_bare_number_is_a_flops_fraction(value: float) -> None:
+    assert Budget.of(value) == Budget(flops=value)
+
+
+def test_fields_that_no_pass_serves_are_refused_not_ignored() -> None:
+    for budget in (Budget(memory="1GiB"), Budget(variance=0.1), Budget(flops=0.5, memory="1GiB")):
+        with pytest.raises(BudgetError, match="served by no pass"):
+            resolve_passes("auto", budget)
+    with pytest.raises(BudgetError, match="served by no pass"):
+        resolve_passes([], Budget(flops=0.5))
+
+
+def test_auto_runs_only_what_the_budget_needs() -> None:
+    assert resolve_passes("auto", Budget()) == ()
+    assert resolve_passes("auto", Budget(flops=0.5)) == (GreenTrainer(),)

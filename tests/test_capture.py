@@ -1,0 +1,170 @@
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import CaptureError, InputError
+from graphopt.capture import as_call, capture, capture_to_run
+from tests import zoo
+
+
+def test_batch_is_a_symbol_and_formulas_are_linear_in_it() -> None:
+    model, inputs = zoo.make("bert", 4)
+    graph = capture(model, *as_call(inputs))
+    assert graph.symbolic
+    assert graph.accepts(2)
+    assert graph.accepts(1000)
+    assert not graph.accepts(1)
+
+
+def test_batch_equal_to_other_sizes_stays_symbolic() -> None:
+    for batch in (8, 5, 3):  # width, features and classes of the MLP
+        model, inputs = zoo.make("mlp", batch)
+        assert capture(model, inputs).symbolic
+
+
+def test_an_example_of_one_sample_still_gives_formulas_and_can_run() -> None:
+    model, inputs = zoo.make("mlp", 1)
+    graph = capture(model, inputs)
+    assert graph.symbolic
+    assert graph.batch_size == 1
+    assert capture_to_run(model, inputs, {}).accepts(1)
+    many, batch = zoo.make("mlp", 7)
+    assert graphopt.analyze(model, inputs).flops.at(7).step == graphopt.analyze(many, batch).flops.step
+
+
+class FixesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 6:
+            return self.linear(x).sum()
+        return self.linear(x).mean() * 2
+
+
+def test_a_model_that_fixes_the_batch_falls_back_and_says_so() -> None:
+    model = FixesBatch()
+    opt = graphopt.optimize(model, (torch.randn(6, 3),), backend="aot_eager")
+    assert not opt.graph.symbolic
+    assert "fixed" in opt.report.batch
+    for batch in (6, 4, 1, 6):
+        x = torch.randn(batch, 3)
+        torch.testing.assert_close(opt(x), model(x))
+
+
+def test_tied_weights_are_one_parameter_with_the_whole_gradient() -> None:
+    model, inputs = zoo.make("gpt2", 3)
+    graph = capture(model, *as_call(inputs))
+    (tied,) = [p for p in graph.parameters if p.aliases]
+    assert (tied.name, tied.aliases) == ("transformer.wte.weight", ("lm_head.weight",))
+    assert [p.name for p in graph.parameters] == [n for n, _ in model.named_parameters()]
+
+
+def test_capture_changes_nothing_of_the_callers() -> None:
+    for name in ("cnn", "bert"):
+        model, inputs = zoo.make(name, 4, dropout=True)
+        state = copy.deepcopy(model.state_dict())
+        flags = [m.training for m in model.modules()]
+        model.apply(lambda m: setattr(m, "training", False))
+        rng = torch.get_rng_state()
+        graphopt.analyze(model, inputs)
+        assert torch.equal(rng, torch.get_rng_state())
+        assert not any(m.training for m in model.modules())
+        assert all(flags)
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, state[key])
+        assert all(p.grad is None for p in model.parameters())
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.linear(x).sum().item() > 0:  # the line that the error must name
+            return self.linear(x).sum()
+        return self.linear(x).mean()
+
+
+def test_graph_break_names_the_line_and_the_remedy() -> None:
+    with pytest.raises(CaptureError, match=r"test_capture\.py:\d+.*\n?.*item\(\).*Remedy"):
+        graphopt.optimize(Breaks(), (torch.randn(2, 3),))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "match"),
+    [
+        ((torch.randn(4, 5), torch.zeros(3, dtype=torch.long)), InputError, "disagree"),
+        ((torch.randn(0, 5), torch.zeros(0, dtype=torch.long)), InputError, "empty"),
+        (3.5, InputError, "example_inputs must be"),
+    ],
+)
+def test_inputs_that_do_not_fit(inputs: object, error: type[Exception], match: str) -> None:
+    model, _ = zoo.make("mlp")
+    with pytest.raises(error, match=match):
+        graphopt.optimize(model, inputs)
+
+
+def test_nothing_to_train_and_nothing_to_differentiate() -> None:
+    model, inputs = zoo.make("mlp")
+    with pytest.raises(CaptureError, match="no trainable parameters"):
+        graphopt.optimize(copy.deepcopy(model).requires_grad_(False), inputs)
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return self.inner(x, labels).detach()
+
+    with pytest.raises(CaptureError, match="requires a gradient"):
+        graphopt.optimize(Detached(), inputs)
+
+
+class Mixed(nn.Module):
+    """Keyword, non-tensor and unbatched inputs; batch in the second dimension; nested output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, table: Tensor, scale: float, mode: str = "a", extra: dict | None = None) -> dict:
+        y = self.linear(x) * scale + table
+        if mode == "b":
+            y = y * 2
+        if extra is not None:
+            y = y + extra["shift"]
+        return {"loss": y.square().mean(), "parts": (y, [y.sum(0)]), "nothing": None}
+
+
+def test_keyword_constant_and_unbatched_inputs() -> None:
+    model = Mixed()
+    inputs = {"x": torch.randn(3, 6, 4), "table": torch.randn(4), "scale": 0.5, "mode": "b", "extra": {"shift": torch.randn(1, 6, 4)}}
+    dims = {"x": 1, "table": None, "extra.shift": 1}
+    opt = graphopt.optimize(model, inputs, batch_dim=dims, backend="aot_eager")
+    assert opt.graph.symbolic
+    for batch in (6, 2):
+        call = {**inputs, "x": inputs["x"][:, :batch], "extra": {"shift": inputs["extra"]["shift"][:, :batch]}}
+        ours, theirs = opt(**call), model(**call)
+        assert ours["nothing"] is None
+        torch.testing.assert_close(ours["parts"][1][0], theirs["parts"][1][0])
+    torch.testing.assert_close(opt(**{**inputs, "mode": "a"})["loss"], model(**{**inputs, "mode": "a"})["loss"])
+    with pytest.raises(InputError, match="batch_dim="):
+        graphopt.optimize(model, inputs)
+
+
+def test_analysis_of_weights_that_exist_nowhere() -> None:
+    real, inputs = zoo.make("llama", 4)
+    expected = graphopt.analyze(real, inputs).flops.step
+    with torch.device("meta"):
+        meta, _ = zoo.FACTORIES["llama"](4)
+    assert graphopt.analyze(meta, inputs).flops.step == expected
+    assert all(p.is_meta for p in meta.parameters())
+    with pytest.raises(InputError, match="exist nowhere"):
+        graphopt.optimize(meta, inputs)
