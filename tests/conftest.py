@@ -15,3 +15,9 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+from hypothesis import settings
+
+settings.register_profile("fuzz", max_examples=2000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

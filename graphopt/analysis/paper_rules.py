@@ -235,8 +235,9 @@ def _cross_attention_scale(
         if any(n in weights for n in node.all_input_nodes):
             continue
         fused = "attention" in str(node.target)
-        queries = graph.formula(_shape_of(node.args[0])[-2])
-        for operand in node.args[1:3] if fused else node.args[1:2]:
+        factors = node.args[1:] if node.target is aten.baddbmm.default else node.args  # its first argument is added
+        queries = graph.formula(_shape_of(factors[0])[-2])
+        for operand in factors[1:3] if fused else factors[1:2]:
             source = _made_by(operand, products)
             if source is None:
                 continue

@@ -70,4 +70,7 @@ class BackwardCosts:
 def smallest_ratio(costs: BackwardCosts) -> float:
     """The smallest budget that trains anything: forward plus the cheapest gradient, rounded up to 4 digits."""
     cheapest = min(costs.cost([i]) for i in range(len(costs.names)))
-    return min(1.0, math.ceil((costs.forward_flops + cheapest) / costs.step_flops * 10_000) / 10_000)
+    units = math.ceil((costs.forward_flops + cheapest) / costs.step_flops * 10_000)
+    if costs.affordable(units / 10_000) < cheapest:  # the decimal number lies a hair below the fraction
+        units += 1
+    return min(1.0, units / 10_000)
