@@ -422,6 +422,13 @@ def _restride_saved(forward: fx.GraphModule, backward: fx.GraphModule, strides: 
                 node.meta["val"] = value.as_strided(value.size(), stride)
 
 
+def fresh_compiler_cache() -> contextlib.AbstractContextManager[None]:
+    """Compile from scratch inside: for measurements of compile time."""
+    from torch._inductor.utils import fresh_inductor_cache
+
+    return fresh_inductor_cache()
+
+
 def release_saved_tensors(ctx: Any) -> None:
     """Drop an autograd context's own references to saved tensors, so that a backward can free each after its last use."""
     release = getattr(ctx, "maybe_clear_saved_tensors", None)

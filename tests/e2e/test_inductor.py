@@ -1,0 +1,49 @@
+"""The default backend, end to end: Inductor's kernels, dropout in the graph, a few optimizer steps."""
+
+import pytest
+import torch
+
+import graphopt
+from graphopt.analysis.flop_formulas import node_flops
+from tests import zoo
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "cnn", "t5-tied"])
+def test_compiled_training_follows_eager_training_of_the_same_tensors(name: str) -> None:
+    model, inputs = zoo.make(name, 4)
+    opt = graphopt.optimize(model, inputs, budget=0.6)
+    reference, _ = zoo.make(name, 4)
+    for parameter_name, parameter in reference.named_parameters():
+        parameter.requires_grad_(parameter_name in opt.selected)
+    losses = []
+    for module in (opt, reference):
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05)
+        for _ in range(3):
+            loss = zoo.loss_of(zoo.call(module, inputs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-3)
+    flops = opt.flops
+    step = opt.last_step
+    assert step is not None
+    compiled = sum(
+        node_flops(node)
+        for graph in (step.lowered.forward_graph, step.lowered.backward_graph)
+        for node in graph.graph.nodes
+    )
+    assert compiled <= flops.forward + flops.cost(opt.selected)
+
+
+def test_dropout_is_drawn_anew_and_a_seed_reproduces_a_run() -> None:
+    losses = []
+    for _ in range(2):
+        model, inputs = zoo.make("bert", 4, dropout=True)
+        opt = graphopt.optimize(model, inputs, budget=0.6)
+        torch.manual_seed(3)
+        losses.append([zoo.call(opt, inputs).loss.item() for _ in range(3)])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 3
+
+

@@ -1,0 +1,42 @@
+import pytest
+import torch
+from torch import nn
+
+from tests import zoo
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
+def test_torch_compile_with_a_budget(name: str) -> None:
+    torch.compiler.reset()
+    model, inputs = zoo.make(name, 4)
+    reference, _ = zoo.make(name, 4)
+    compiled = torch.compile(model, backend="graphopt", options={"budget": 0.7, "backend": "aot_eager"})
+    for batch in (4, 3, 2):
+        model.zero_grad()
+        reference.zero_grad()
+        part = zoo.rows(inputs, batch)
+        loss = zoo.loss_of(zoo.call(compiled, part))
+        loss.backward()
+        expected = zoo.loss_of(zoo.call(reference, part))
+        expected.backward()
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert 0 < len(gradients) < len(list(model.parameters()))
+        for n, gradient in gradients.items():
+            torch.testing.assert_close(gradient, dict(reference.named_parameters())[n].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_eval_and_no_grad_pass_through() -> None:
+    torch.compiler.reset()
+    model = nn.Linear(3, 2)
+    compiled = torch.compile(model, backend="graphopt", options={"budget": 0.9, "backend": "aot_eager"})
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_bad_options_are_refused() -> None:
+    torch.compiler.reset()
+    model = torch.compile(nn.Linear(3, 2), backend="graphopt", options={"bugdet": 0.5})
+    with pytest.raises(Exception, match="bugdet"):
+        model(torch.randn(4, 3))

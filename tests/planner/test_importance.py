@@ -1,0 +1,137 @@
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from graphopt import ImportanceError
+from graphopt.capture import as_call
+from graphopt.planner.importance import measure_importance, next_update
+from tests import zoo
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+}
+
+
+def trained(name: str, optimizer_name: str, steps: int = 2):  # type: ignore[no-untyped-def]
+    model, inputs = zoo.make(name, 4)
+    optimizer = OPTIMIZERS[optimizer_name](list(model.parameters()))
+    for _ in range(steps):
+        zoo.loss_of(zoo.call(model, inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, inputs, optimizer
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("steps", [0, 2])
+def test_update_is_what_the_optimizer_then_does(name: str, steps: int) -> None:
+    model, inputs, optimizer = trained("mlp", name, steps)
+    zoo.loss_of(zoo.call(model, inputs)).backward()
+    predicted = {n: next_update(optimizer, p, p.grad) for n, p in model.named_parameters()}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(predicted[n], p.detach() - before[n], rtol=1e-4, atol=1e-6)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer):  # type: ignore[no-untyped-def]
+    return copy.deepcopy((
+        model.state_dict(), optimizer.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state(),
+        [p._version for p in model.parameters()],
+    ))  # fmt: skip
+
+
+def equal(a, b) -> bool:  # type: ignore[no-untyped-def]
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("name", ["cnn", "bert"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_nothing_of_the_callers_changes(name: str, steps: int) -> None:
+    model, inputs = zoo.make(name, 4, dropout=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(steps):
+        zoo.loss_of(zoo.call(model, inputs)).backward()
+        optimizer.step()
+        scheduler.step()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    before = snapshot(model, optimizer)
+    names = [n for n, _ in model.named_parameters()]
+    measure_importance(model, *as_call(inputs), names, optimizer)
+    assert equal(before, snapshot(model, optimizer))
+
+
+def test_plain_sgd_rates_by_squared_gradient() -> None:
+    model, inputs = zoo.make("mlp", 4, torch.float64)
+    names = [n for n, _ in model.named_parameters()]
+    by_default = measure_importance(model, inputs, {}, names)
+    by_optimizer = measure_importance(model, inputs, {}, names[::-1], torch.optim.SGD(model.parameters(), lr=0.3))
+    model(*inputs).backward()
+    squares = {n: float(p.grad.square().sum()) for n, p in model.named_parameters()}
+    for n in names:
+        assert by_default.values[n] == pytest.approx(squares[n] / max(squares.values()))
+        assert by_optimizer.values[n] == pytest.approx(by_default.values[n])
+        assert by_default.values[n] >= 0
+
+
+def test_half_precision_steps_that_round_to_nothing_still_count() -> None:
+    model, inputs = zoo.make("mlp", 4, torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    importance = measure_importance(model, inputs, {}, [n for n, _ in model.named_parameters()], optimizer)
+    assert max(importance.values.values()) == 1.0
+
+
+def test_tensors_that_the_optimizer_does_not_hold_are_worthless() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    optimizer = torch.optim.SGD(model.third.parameters(), lr=0.1)
+    importance = measure_importance(model, inputs, {}, [n for n, _ in model.named_parameters()], optimizer)
+    assert {n for n, v in importance.values.items() if v > 0} == {"third.weight", "third.bias"}
+
+
+def test_a_model_without_a_loss_is_probed_and_the_report_says_so() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(4, 5)
+    assert "sensitivity" in graphopt.optimize(model, (x,), budget=0.7, backend="aot_eager").report.importance
+    given = graphopt.optimize(model, (x,), budget=0.7, loss=lambda y: y.square().mean(), backend="aot_eager")
+    assert "given loss" in given.report.importance
+
+
+def test_infinite_importance_is_an_error_at_first_and_a_warning_later() -> None:
+    model, (x, labels) = zoo.make("mlp", 4)
+    with pytest.raises(ImportanceError, match="not finite"):
+        graphopt.optimize(model, (x * float("inf"), labels), budget=0.5, backend="aot_eager")
+    opt = graphopt.optimize(model, (x, labels), budget=0.5, backend="aot_eager")
+    before, messages = opt.selected, []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("graphopt").addHandler(handler)
+    try:
+        outcome = opt.reselect((x * float("nan"), labels))
+    finally:
+        logging.getLogger("graphopt").removeHandler(handler)
+    assert not outcome.changed
+    assert opt.selected == before
+    assert "keeping the last selection" in messages[0]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    with pytest.raises(ImportanceError, match="optimizer=None"):
+        graphopt.optimize(model, inputs, budget=0.5, optimizer=torch.optim.LBFGS(model.parameters()))

@@ -1,0 +1,207 @@
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import PassError
+from graphopt.passes import GreenTrainer
+from graphopt.runtime.variants import CAPTURE_LIMIT, STEP_LIMIT, BoundedCache
+from tests import zoo
+
+
+def optimized(name: str = "bert", budget: float | None = 0.6, **options):  # type: ignore[no-untyped-def]
+    model, inputs = zoo.make(name, 4)
+    return model, inputs, graphopt.optimize(model, inputs, budget=budget, backend="aot_eager", **options)
+
+
+def test_it_shares_tensors_keys_and_attributes_with_the_model() -> None:
+    model, _, opt = optimized()
+    assert list(opt.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(opt.parameters(), model.parameters(), strict=True))
+    assert opt.config is model.config
+    state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
+    opt.load_state_dict(state)
+    assert all(not p.any() for p in model.parameters())
+
+
+def test_eval_and_no_grad_run_the_model_itself() -> None:
+    model, inputs, opt = optimized()
+    opt.eval()
+    assert not model.training
+    assert not opt.training
+    zoo.call(opt, inputs)
+    opt.train()
+    assert all(m.training for m in model.modules())
+    with torch.no_grad():
+        zoo.call(opt, inputs)
+    assert opt.last_step is None
+    model.eval()
+    assert not opt.training
+
+
+def test_new_batch_is_no_new_trace_and_new_length_is_one() -> None:
+    _, inputs, opt = optimized()
+    counters = opt._variants.counters
+    for batch in (4, 3, 2, 4, 3):
+        zoo.call(opt, zoo.rows(inputs, batch))
+    assert (counters.captures, counters.compilations) == (1, 3)
+    for _ in range(2):
+        opt(input_ids=zoo.tokens(4, 9), labels=inputs["labels"])
+    assert (counters.captures, counters.compilations) == (2, 4)
+    zoo.call(opt, zoo.rows(inputs, 1))
+    zoo.call(opt, zoo.rows(inputs, 1))
+    assert (counters.captures, counters.compilations) == (3, 5)
+
+
+def test_caches_are_bounded() -> None:
+    cache: BoundedCache[int, int] = BoundedCache(3)
+    for i in range(5):
+        cache.put(i, i)
+        cache.get(2)
+    assert len(cache) == 3
+    assert cache.get(0) is None
+    assert cache.get(2) == 2
+    model, inputs, opt = optimized("mlp")
+    x, labels = inputs
+    for width in range(2, STEP_LIMIT + 6):
+        opt(x.repeat(width, 1)[:width], labels.repeat(width)[:width])
+    assert len(opt._variants._steps) == STEP_LIMIT
+    assert len(opt._variants._captures) <= CAPTURE_LIMIT
+
+
+def test_freezing_and_unfreezing_between_steps_takes_effect() -> None:
+    model, inputs, opt = optimized("mlp", None)
+    zoo.call(opt, inputs).backward()
+    model.zero_grad()
+    model.second.requires_grad_(False)
+    zoo.call(opt, inputs).backward()
+    assert model.second.weight.grad is None
+    assert model.first.weight.grad is not None
+    model.zero_grad()
+    model.second.requires_grad_(True)
+    zoo.call(opt, inputs).backward()
+    assert model.second.weight.grad is not None
+
+
+def test_frozen_parameters_are_never_selected() -> None:
+    model, inputs = zoo.make("bert", 4)
+    model.bert.encoder.layer[1].requires_grad_(False)
+    opt = graphopt.optimize(model, inputs, budget=0.9, backend="aot_eager")
+    assert not any("layer.1" in name for name in opt.selected)
+    assert "encoder.layer.1" not in " ".join(opt.report.cut)
+
+
+def test_unselected_tensors_are_bit_identical_after_training() -> None:
+    model, inputs, opt = optimized()
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(opt.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(3):
+        zoo.call(opt, inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in opt.selected)
+
+
+def test_training_follows_eager_training_of_the_same_tensors() -> None:
+    model, inputs, opt = optimized()
+    reference, _ = zoo.make("bert", 4)
+    for name, parameter in reference.named_parameters():
+        parameter.requires_grad_(name in opt.selected)
+    losses = []
+    for module in (opt, reference):
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        for step in range(4):
+            loss = zoo.call(module, zoo.rows(inputs, 4 - step % 2)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[:4] == pytest.approx(losses[4:], rel=1e-4)
+
+
+def test_a_change_of_selection_clears_stale_gradients_and_is_not_traced() -> None:
+    model, inputs, opt = optimized(budget=0.5)
+    zoo.call(opt, inputs).loss.backward()
+    first = opt.selected
+    other = "bert.pooler.dense.weight" if "bert.pooler.dense.weight" not in first else "bert.pooler.dense.bias"
+    opt._install(replace(opt._plan, train=frozenset({other})), opt.graph, opt.flops)
+    assert all(p.grad is None for n, p in model.named_parameters() if n != other)
+    dict(model.named_parameters())[other].grad = torch.ones_like(dict(model.named_parameters())[other])
+    outcome = opt.reselect(inputs, tolerance=0.0)
+    assert outcome.changed
+    assert opt.selected == first
+    assert other in first or dict(model.named_parameters())[other].grad is None
+    zoo.call(opt, inputs)
+    assert opt._variants.counters.captures == 1
+    assert opt._variants.counters.compilations == 1  # the earlier variant is still there
+
+
+def test_a_tiny_gain_keeps_the_selection() -> None:
+    _, inputs, opt = optimized(budget=0.5)
+    before = opt.selected
+    outcome = opt.reselect(inputs, tolerance=0.05)
+    assert not outcome.changed
+    assert outcome.gain == pytest.approx(0, abs=1e-6)
+    assert opt.selected == before
+
+
+def test_the_controller_selects_on_schedule() -> None:
+    _, inputs, opt = optimized(budget=0.5)
+    optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-3)
+    controller = graphopt.SelectionController(opt, optimizer, every=3)
+    outcomes = [controller.after_step(inputs) for _ in range(7)]
+    assert [o is not None for o in outcomes] == [False, False, True, False, False, True, False]
+    with pytest.raises(graphopt.InputError, match="every"):
+        graphopt.SelectionController(opt, optimizer, every=0)
+
+
+def test_dropout_has_eager_statistics_and_a_seed_reproduces_it() -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(400))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.dropout(x * self.scale, 0.3)
+
+    opt = graphopt.optimize(Dropped(), (torch.ones(50, 400),), backend="aot_eager")
+    torch.manual_seed(7)
+    first, second = opt(torch.ones(50, 400)), opt(torch.ones(50, 400))
+    torch.manual_seed(7)
+    again = opt(torch.ones(50, 400))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert (first == 0).float().mean().item() == pytest.approx(0.3, abs=0.02)
+    torch.testing.assert_close(first.max(), torch.tensor(1 / 0.7))
+    first.sum().backward()
+    assert torch.equal(opt.scale.grad, first.sum(0).detach())
+
+
+def test_a_given_selection_and_unknown_passes() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    opt = graphopt.optimize(model, inputs, passes=[GreenTrainer(train=("third.bias",))], backend="aot_eager")
+    zoo.call(opt, inputs).backward()
+    assert [n for n, p in model.named_parameters() if p.grad is not None] == ["third.bias"]
+    for passes in (["nonsense"], "all", [GreenTrainer], [3]):
+        with pytest.raises(PassError, match="greentrainer"):
+            graphopt.optimize(model, inputs, passes=passes)
+    with pytest.raises(graphopt.GraphoptError, match="backend"):
+        graphopt.optimize(model, inputs, backend="tpu")
+
+
+def test_a_callable_backend_gets_graph_and_inputs() -> None:
+    seen = []
+
+    def backend(module, inputs):  # type: ignore[no-untyped-def]
+        seen.append(len(inputs))
+        return module.forward
+
+    model, inputs = zoo.make("mlp", 4)
+    opt = graphopt.optimize(model, inputs, backend=backend)
+    zoo.call(opt, inputs).backward()
+    assert len(seen) == 2
+    assert opt.report.backend == "backend"

@@ -1,0 +1,113 @@
+"""Outputs and buffers as eager mode has them: views, aliases, updates, layouts, precision."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from tests import zoo
+
+
+class Aliases(nn.Module):
+    """Returns an input, a view of an input, two views of one intermediate, and one tensor twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.linear(x)
+        return {"x": x, "view": x[:, :2], "left": y[:, :3], "right": y[:, 3:], "whole": y, "again": y, "sum": y.sum()}
+
+
+def test_aliased_outputs_have_the_values_and_gradients_of_eager() -> None:
+    model = Aliases()
+    x = torch.randn(5, 4)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    ours, theirs = opt(x), model(x)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key])
+        assert ours[key].requires_grad == theirs[key].requires_grad, key
+    assert ours["x"] is x
+    for outputs in (theirs, ours):
+        model.zero_grad()
+        (outputs["left"].square().sum() + 2 * outputs["right"].sum() + outputs["again"].sum() + 3 * outputs["sum"]).backward()
+        if outputs is theirs:
+            expected = model.linear.weight.grad.clone()
+    torch.testing.assert_close(model.linear.weight.grad, expected)
+
+
+def test_batch_norm_buffers_are_updated_as_in_eager() -> None:
+    model, inputs = zoo.make("cnn", 6)
+    reference, _ = zoo.make("cnn", 6)
+    opt = graphopt.optimize(model, inputs, budget=0.7, backend="aot_eager")
+    for key, value in reference.named_buffers():
+        assert torch.equal(value, dict(model.named_buffers())[key])
+    for _ in range(3):
+        zoo.call(opt, inputs)
+        zoo.call(reference, inputs)
+    for key, value in reference.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[key], value)
+
+
+def test_a_second_backward_is_refused_and_retained_graphs_work() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    loss = zoo.call(opt, inputs)
+    loss.backward(retain_graph=True)
+    once = model.first.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.first.weight.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time|freed"):
+        loss.backward()
+
+
+def test_inputs_that_require_a_gradient_get_it() -> None:
+    model, (x, labels) = zoo.make("mlp", 4)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    opt = graphopt.optimize(model, (a, labels), backend="aot_eager")
+    opt(a, labels).backward()
+    model(b, labels).backward()
+    torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models(dtype: torch.dtype) -> None:
+    model, inputs = zoo.make("llama", 4, dtype)
+    reference, _ = zoo.make("llama", 4, dtype)
+    opt = graphopt.optimize(model, inputs, budget=0.6, backend="aot_eager")
+    zoo.call(opt, inputs).loss.backward()
+    zoo.call(reference, inputs).loss.backward()
+    expected = dict(reference.named_parameters())
+    for name in opt.selected:
+        gradient = dict(model.named_parameters())[name].grad
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient, expected[name].grad, rtol=0.05, atol=1e-3)
+
+
+def test_autocast_is_captured_and_told_apart() -> None:
+    model, inputs = zoo.make("bert", 4)
+    reference, _ = zoo.make("bert", 4)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    for enabled in (True, False, True):
+        model.zero_grad()
+        reference.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            ours, theirs = zoo.call(opt, inputs), zoo.call(reference, inputs)
+        assert ours.logits.dtype == theirs.logits.dtype == (torch.bfloat16 if enabled else torch.float32)
+        ours.loss.backward()
+        theirs.loss.backward()
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert p.grad.dtype == q.grad.dtype
+            torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=5e-3 if enabled else 1e-5)
+    assert opt._variants.counters.captures == 2
+
+
+def test_other_memory_layouts_of_inputs_and_weights() -> None:
+    model, (x, labels) = zoo.make("cnn", 4)
+    opt = graphopt.optimize(model, (x, labels), backend="aot_eager")
+    expected = opt(x, labels)["logits"].detach()
+    again, _ = zoo.make("cnn", 4)
+    model.load_state_dict(again.state_dict())
+    model.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(opt(x.contiguous(memory_format=torch.channels_last), labels)["logits"], expected)
