@@ -84,7 +84,13 @@ def accuracy(model: torch.nn.Module, data: Glosses) -> float:
 
 
 def fine_tune(
-    args: argparse.Namespace, budget: float | None, seed: int, train: Glosses, validation: Glosses, classes: int, bar: Progress
+    args: argparse.Namespace,
+    budget: float | None,
+    seed: int,
+    train: Glosses,
+    validation: Glosses,
+    classes: int,
+    bar: Progress,
 ) -> dict:
     """One run; returns its curves and figures."""
     torch.manual_seed(seed)
@@ -160,7 +166,17 @@ def summary(results: list[dict]) -> Table:
     """One row per run."""
     full = {r["seed"]: r for r in results if r["run"] == "full"}
     table = Table(title="WordNet glosses, MiniLM-L6")
-    for column in ("run", "seed", "accuracy", "last loss", "FLOPs/step", "of full", "s/step", "of full", "wall-clock s"):
+    for column in (
+        "run",
+        "seed",
+        "accuracy",
+        "last loss",
+        "FLOPs/step",
+        "of full",
+        "s/step",
+        "of full",
+        "wall-clock s",
+    ):
         table.add_column(column, justify="left" if column == "run" else "right")
     for r in results:
         base = full.get(r["seed"], r)

@@ -155,4 +155,6 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
 def _require_storage(model: nn.Module) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     if compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors):
-        raise InputError("the model's weights exist nowhere (meta or fake tensors): load them before optimize(), or use analyze().")
+        raise InputError(
+            "the model's weights exist nowhere (meta or fake tensors): load them before optimize(), or use analyze()."
+        )

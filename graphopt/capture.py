@@ -221,7 +221,7 @@ def _trace(
         try:
             export = compat.export_joint(stack, traced, tensors)
         except RuntimeError as error:
-            if "does not require grad" in str(error) or "requires_grad" in str(error) and "output" in str(error):
+            if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error
             raise
     if not any(desc.kind == "tangent" for desc in export.inputs):
@@ -288,8 +288,7 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
         names[id(parameter)].append(name)
         tensors[id(parameter)] = parameter
     return tuple(
-        Parameter(names[key][0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[key][1:]))
-        for key, p in tensors.items()
+        Parameter(names[key][0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[key][1:])) for key, p in tensors.items()
     )
 
 
@@ -352,9 +351,8 @@ def _unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_generation_cache(model: nn.Module) -> Iterator[None]:
     """Generative models return a key and value cache unless told not to; training has no use for it."""
-    configs = {
-        id(m.config): m.config for m in model.modules() if getattr(getattr(m, "config", None), "use_cache", False)
-    }
+    held: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in held if getattr(config, "use_cache", False)}
     try:
         for config in configs.values():
             config.use_cache = False

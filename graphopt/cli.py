@@ -48,13 +48,10 @@ def analyze(
         flops = graphopt.analyze(loaded, inputs, cost=cost).flops  # type: ignore[arg-type]
     rows = list(flops.tensors)
     if as_json:
-        print(json.dumps({
-            "model": model, "batch": batch, "cost": cost, "forward": flops.forward, "backward": flops.backward, "step": flops.step,
-            "tensors": [
-                {"name": r.name, "shape": list(r.shape), "weight_grad_flops": r.weight_grad_flops, "input_grad_flops": r.input_grad_flops}
-                for r in rows
-            ],
-        }, indent=1))  # fmt: skip
+        figures = {"forward": flops.forward, "backward": flops.backward, "step": flops.step}
+        columns = ("name", "shape", "weight_grad_flops", "input_grad_flops")
+        tensors = [{column: getattr(row, column) for column in columns} for row in rows]
+        print(json.dumps({"model": model, "batch": batch, "cost": cost, **figures, "tensors": tensors}, indent=1))
         return
     table = Table(title=f"{model}, batch {batch}: GFLOPs of one step (2 per multiply-add), cost={cost}")
     for column in ("tensor", "shape", "own gradient (t_dw)", "passing it on (t_dy)"):
@@ -76,7 +73,9 @@ def analyze(
 def optimize(
     model: Model,
     budget: Annotated[float, typer.Option(help="FLOPs of a step as a fraction of full training's, in (0, 1].")] = 0.5,
-    out: Annotated[Path, typer.Option(help="Folder for the graphs, the diff per pass, the picture and report.json.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the graphs, the diff per pass, the picture and report.json.")] = Path(
+        "out"
+    ),
     batch: Batch = 4,
     length: Length = 32,
     backend: Annotated[str, typer.Option(help="inductor or aot_eager.")] = "aot_eager",

@@ -36,7 +36,7 @@ def require_supported_torch(version: str = torch.__version__) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------- capture
+# ---- capture
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,14 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     warn_once = getattr(logging.Logger, "warning_once", None)
-    with warnings.catch_warnings(), torch._dynamo.config.patch(
-        ignore_logging_functions=set() if warn_once is None else {warn_once},
-        allow_rnn=True,
-        assume_static_by_default=True,
-        automatic_dynamic_shapes=False,
+    with (
+        warnings.catch_warnings(),
+        torch._dynamo.config.patch(
+            ignore_logging_functions=set() if warn_once is None else {warn_once},
+            allow_rnn=True,
+            assume_static_by_default=True,
+            automatic_dynamic_shapes=False,
+        ),
     ):
         # Attributes that forward() sets are not replayed by the compiled step, nor needed by it.
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
@@ -142,9 +145,7 @@ def _explain_graph_break(error: Exception) -> str:
     """One readable message out of Dynamo's: the reason, the user's source line, and what to do."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     frames = [
-        f
-        for f in getattr(error, "real_stack", None) or ()
-        if "/torch/" not in f.filename and "graphopt/" not in f.filename
+        f for f in getattr(error, "real_stack", None) or () if "/torch/" not in f.filename and "graphopt/" not in f.filename
     ]
     where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
     return (
@@ -153,7 +154,7 @@ def _explain_graph_break(error: Exception) -> str:
     )
 
 
-def no_dynamo() -> contextlib.AbstractContextManager[None]:
+def no_dynamo() -> contextlib.AbstractContextManager[Any]:
     """Inside a backend of torch.compile: start anew, as if no compilation were under way."""
     return torch._guards.tracing(None)
 
@@ -204,9 +205,7 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     return JointExport(
         module=joint.graph_module,
         inputs=tuple(_describe_input(node.meta["desc"]) for node in placeholders),
-        outputs=tuple(
-            OutputDesc("none", None) if desc is None else _describe_output(desc) for desc in output.meta["desc"]
-        ),
+        outputs=tuple(OutputDesc("none", None) if desc is None else _describe_output(desc) for desc in output.meta["desc"]),
         aliases=tuple(_describe_alias(info) for info in metadata.output_info),
         out_spec=joint.out_spec,
         guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
@@ -266,7 +265,13 @@ def expression(value: Any) -> sympy.Expr:
     return sympy.Integer(value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- retrace
+# ---- retrace
+
+
+def output_list(module: fx.GraphModule) -> list[Any]:
+    """What a graph returns, one entry per output."""
+    results: Any = module.graph.output_node().args[0]
+    return list(results)
 
 
 def no_autocast() -> contextlib.AbstractContextManager[None]:
@@ -320,7 +325,7 @@ def _unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
         yield context
 
 
-# --------------------------------------------------------------------------------------------------------------- lowering
+# ---- lowering
 
 
 def partition(
@@ -382,7 +387,7 @@ def compile_inductor(
 
     def compile_one(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
         output = module.graph.output_node()
-        leaves = list(output.args[0])
+        leaves = output_list(module)
         output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
         inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
         return compile_fx_inner(
@@ -399,7 +404,7 @@ def compile_inductor(
         with torch._guards.TracingContext.report_output_strides() as strides:
             compiled_forward = compile_one(forward, visible, static_inputs, is_backward=False)
         _restride_saved(forward, backward, strides)
-        num_gradients = len(backward.graph.output_node().args[0])
+        num_gradients = len(output_list(backward))
         num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
         compiled_backward = compile_one(backward, range(num_gradients), range(num_saved), is_backward=True)
     return CompiledPair(compiled_forward, compiled_backward)
@@ -411,7 +416,7 @@ def _restride_saved(forward: fx.GraphModule, backward: fx.GraphModule, strides: 
         return
     produced = {
         node.name: stride
-        for node, stride in zip(forward.graph.output_node().args[0], strides, strict=False)
+        for node, stride in zip(output_list(forward), strides, strict=False)
         if isinstance(node, fx.Node) and stride is not None
     }
     for node in backward.graph.nodes:
@@ -436,7 +441,7 @@ def release_saved_tensors(ctx: Any) -> None:
         release()
 
 
-# ----------------------------------------------------------------------------------------------------------------- tracing
+# ---- tracing
 
 
 def trace_artifact(name: str, text: str) -> None:

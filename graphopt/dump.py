@@ -45,9 +45,7 @@ def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report
     return written
 
 
-def artifacts(
-    graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | None
-) -> Iterator[tuple[str, str]]:
+def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | None) -> Iterator[tuple[str, str]]:
     """(file name, text) of every artifact."""
     stage = 0
     before = readable(graph)
@@ -62,7 +60,10 @@ def artifacts(
         before = after
     if step is not None:
         yield f"{stage + 1}_forward.py", _readable_module(step.lowered.forward_graph, f"batch {step.graph.batch_size}")
-        yield f"{stage + 1}_backward.py", _readable_module(step.lowered.backward_graph, f"batch {step.graph.batch_size}")
+        yield (
+            f"{stage + 1}_backward.py",
+            _readable_module(step.lowered.backward_graph, f"batch {step.graph.batch_size}"),
+        )
     yield "blocks.svg", block_picture(graph, current)
     yield "report.json", json.dumps(report.to_dict(), indent=2) + "\n"
 

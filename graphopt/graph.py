@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, expression
+from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, expression, output_list
 from graphopt.errors import PassError
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)
@@ -69,8 +69,6 @@ class TrainingGraph:
     minimum_batch: int = 1
     notes: list[str] = field(default_factory=list)
 
-    # ------------------------------------------------------------------------------------------------------------ reading
-
     @property
     def symbolic(self) -> bool:
         """Whether the graph holds for more than one batch size."""
@@ -89,7 +87,7 @@ class TrainingGraph:
     @property
     def results(self) -> tuple[fx.Node | None, ...]:
         """Output nodes, in the order of `outputs`; None for a gradient that is not computed."""
-        return tuple(self.graph.output_node().args[0])
+        return tuple(output_list(self.module))
 
     @property
     def trainable(self) -> tuple[Parameter, ...]:
@@ -115,11 +113,7 @@ class TrainingGraph:
 
     def parameter_nodes(self) -> dict[fx.Node, str]:
         """Parameter name by placeholder."""
-        return {
-            node: desc.target
-            for desc, node in zip(self.inputs, self.placeholders, strict=True)
-            if desc.kind == "parameter"
-        }
+        return {node: desc.target for desc, node in zip(self.inputs, self.placeholders, strict=True) if desc.kind == "parameter"}
 
     def formula(self, value: Any) -> sympy.Expr:
         """An int or symbolic int of this graph as an expression of `BATCH`."""
@@ -139,8 +133,6 @@ class TrainingGraph:
             return False
         values = dict.fromkeys(self.symbols, batch_size)
         return all(guard.subs(values) != sympy.false for guard in self.guards)
-
-    # ---------------------------------------------------------------------------------------------------------- rewriting
 
     def clone(self) -> TrainingGraph:
         """A copy whose graph can be rewritten without touching this one; tensors and metadata are shared."""
@@ -257,26 +249,24 @@ def _merge_tied_weights(graph: TrainingGraph) -> None:
     position_of: dict[str, int] = {}
     output = graph.graph.output_node()
     outputs = list(graph.outputs)
-    for position, desc in enumerate(outputs):
-        if desc.kind != "gradient" or desc.target.kind != "parameter":
+    for position, returned in enumerate(outputs):
+        if returned.kind != "gradient" or returned.target.kind != "parameter":
             continue
-        name = owner[desc.target.target]
-        outputs[position] = OutputDesc("gradient", InputDesc("parameter", name))
+        name = owner[returned.target.target]
         if name not in position_of:
             position_of[name] = position
-        elif results[position] is not None:
-            kept = position_of[name]
-            if results[kept] is None:
-                results[kept] = results[position]
-            else:
-                with graph.graph.inserting_before(output):
-                    total = graph.graph.call_function(torch.ops.aten.add.Tensor, (results[kept], results[position]))
-                total.meta = {k: v for k, v in results[kept].meta.items() if k in ("val", "partitioner_tag")}
-                results[kept] = total
-            results[position] = None
-            outputs[position] = OutputDesc("none", None)
-        else:
-            outputs[position] = OutputDesc("none", None)
+            outputs[position] = OutputDesc("gradient", InputDesc("parameter", name))
+            continue
+        outputs[position] = OutputDesc("none", None)
+        first_result, result = results[position_of[name]], results[position]
+        results[position] = None
+        if result is None or first_result is None:
+            results[position_of[name]] = first_result if result is None else result
+            continue
+        with graph.graph.inserting_before(output):
+            total = graph.graph.call_function(torch.ops.aten.add.Tensor, (first_result, result))
+        total.meta = {k: v for k, v in first_result.meta.items() if k in ("val", "partitioner_tag")}
+        results[position_of[name]] = total
     graph.inputs = tuple(InputDesc("parameter", owner[d.target]) if d.kind == "parameter" else d for d in graph.inputs)
     graph.outputs = tuple(outputs)
     output.args = (tuple(results),)

@@ -167,6 +167,8 @@ class _Runner:
         """Output `index` as eager mode would return it: a view of what it is a view of."""
         alias = self.layout.aliases[index]
         value = results[index]
+        if alias.base is None:
+            return value
         if alias.kind == "input":
             base = inputs[alias.base]
         elif alias.kind == "intermediate":
@@ -208,14 +210,10 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         runner: _Runner = ctx.runner
         saved = iter(ctx.saved_tensors)
-        args = [
-            next(saved) if is_tensor else constant
-            for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)
-        ]
+        args = [next(saved) if is_tensor else constant for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)]
         del saved
         compat.release_saved_tensors(ctx)
         args.extend(t.materialise(gradients[t.result]) for t in runner.tangents)
         with compat.no_autocast():
             returned = runner.pair.backward(args)
         return (None, None, *(returned[k] for k, _ in runner.layout.gradients))
-

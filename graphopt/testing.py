@@ -69,7 +69,13 @@ def check_pass(
 
 
 def _check(
-    rewrite: Pass, model: nn.Module, inputs: Any, decisions: Any, dtype: torch.dtype, backend: Backend, batch_dim: BatchDim
+    rewrite: Pass,
+    model: nn.Module,
+    inputs: Any,
+    decisions: Any,
+    dtype: torch.dtype,
+    backend: Backend,
+    batch_dim: BatchDim,
 ) -> PassCheck:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -107,7 +113,10 @@ def compiled(
     flat = flatten_call(args, kwargs)
     batch_size = batch_size_of(flat, graph.batch_dims) or graph.batch_size
     lowered = lower(specialise(graph, batch_size, decompose=backend == "inductor"), backend)
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     descs = [d for d in graph.inputs if d.kind != "tangent"]
     inputs = [flat.tensors[d.target] if d.kind == "input" else tensors[d.target] for d in descs]
     return lambda: lowered.run(inputs)

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from graphopt.passes.base import Changes, Preserves, Site
+
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
-from graphopt.passes.base import Changes, Preserves, Site
 
 
 @dataclass(frozen=True)

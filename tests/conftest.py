@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -16,8 +17,6 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 def _seed() -> None:
     torch.manual_seed(0)
 
-
-from hypothesis import settings
 
 settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -1,10 +1,10 @@
 import pytest
+from graphopt.passes import GreenTrainer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt import Budget, BudgetError
 from graphopt.budget import parse_bytes
-from graphopt.passes import GreenTrainer
 from graphopt.planner.plan import resolve_passes
 
 

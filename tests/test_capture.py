@@ -145,7 +145,13 @@ class Mixed(nn.Module):
 
 def test_keyword_constant_and_unbatched_inputs() -> None:
     model = Mixed()
-    inputs = {"x": torch.randn(3, 6, 4), "table": torch.randn(4), "scale": 0.5, "mode": "b", "extra": {"shift": torch.randn(1, 6, 4)}}
+    inputs = {
+        "x": torch.randn(3, 6, 4),
+        "table": torch.randn(4),
+        "scale": 0.5,
+        "mode": "b",
+        "extra": {"shift": torch.randn(1, 6, 4)},
+    }
     dims = {"x": 1, "table": None, "extra.shift": 1}
     opt = graphopt.optimize(model, inputs, batch_dim=dims, backend="aot_eager")
     assert opt.graph.symbolic

@@ -50,7 +50,12 @@ def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None: 
     )
     assert code == 0
     assert json.loads(out)["flops_ratio"] <= 0.6
-    assert {p.name for p in (tmp_path / "o").iterdir()} >= {"0_captured.py", "1_greentrainer.diff", "blocks.svg", "report.json"}
+    assert {p.name for p in (tmp_path / "o").iterdir()} >= {
+        "0_captured.py",
+        "1_greentrainer.diff",
+        "blocks.svg",
+        "report.json",
+    }
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,7 @@ class FlopProfile:
             InputError: the graph is static and `batch` is not the captured one.
         """
         if not self.symbolic and batch != self.batch_size:
-            raise InputError(
-                f"the model fixes the batch size to {self.batch_size}: analyse it again with {batch} samples."
-            )
+            raise InputError(f"the model fixes the batch size to {self.batch_size}: analyse it again with {batch} samples.")
         if batch < 1:
             raise InputError(f"batch must be at least 1, not {batch}.")
         return FlopProfile(batch, self.forward_formula, self.order, self.class_formulas, self.rows, self.symbolic)
@@ -171,8 +169,7 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
         order=order,
         class_formulas=tuple((mask, sympy.Add(*parts)) for mask, parts in classes.items()),
         rows=tuple(
-            _Row(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero))
-            for p in graph.parameters
+            _Row(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero)) for p in graph.parameters
         ),
         symbolic=graph.symbolic,
     )

@@ -110,9 +110,7 @@ class PaperProfile:
             raise InputError(f"{unknown[0]!r} is not a trainable parameter of the analysed model.")
         deepest = max((i for i, name in enumerate(self.order) if name in wanted), default=-1)
         rows = self.tensors
-        return sum(r.weight_grad_flops for r in rows if r.name in wanted) + sum(
-            r.input_grad_flops for r in rows[: deepest + 1]
-        )
+        return sum(r.weight_grad_flops for r in rows if r.name in wanted) + sum(r.input_grad_flops for r in rows[: deepest + 1])
 
     def _evaluate(self, formula: sympy.Expr) -> int:
         return int(formula.subs(BATCH, self.batch_size))
@@ -202,9 +200,7 @@ def _product(
     return bias
 
 
-def _elementwise(
-    tally: _Tally, graph: TrainingGraph, node: fx.Node, read: list[str], weights: dict[fx.Node, str]
-) -> None:
+def _elementwise(tally: _Tally, graph: TrainingGraph, node: fx.Node, read: list[str], weights: dict[fx.Node, str]) -> None:
     """Rules for embeddings, normalisation and separate biases."""
     value = node.meta["val"]
     if node.target is aten.embedding.default:
@@ -212,7 +208,8 @@ def _elementwise(
         tally.add(read[0], fp=_elements(graph, value), dw=sympy.prod(table.shape))
     elif node.target is aten.native_layer_norm.default:
         elements = _elements(graph, value[0])
-        scale, shift = node.args[2], node.args[3]
+        arguments: tuple[Any, ...] = node.args
+        scale, shift = arguments[2], arguments[3]
         if scale in weights:
             tally.add(weights[scale], fp=elements, dw=elements, dy=elements)
         if shift in weights:
@@ -225,9 +222,7 @@ def _elementwise(
         tally.add(read[0], fp=elements, dw=elements)
 
 
-def _cross_attention_scale(
-    graph: TrainingGraph, nodes: list[fx.Node], weights: dict[fx.Node, str]
-) -> dict[fx.Node, sympy.Expr]:
+def _cross_attention_scale(graph: TrainingGraph, nodes: list[fx.Node], weights: dict[fx.Node, str]) -> dict[fx.Node, sympy.Expr]:
     """Factor by which the paper undercounts a product that makes keys or values of another length than the queries."""
     products = {n for n in nodes if node_flops(n) != 0}
     scale: dict[fx.Node, sympy.Expr] = {}

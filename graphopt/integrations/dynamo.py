@@ -49,7 +49,7 @@ def graphopt_backend(
         step = steps.get((key, tuple(p.requires_grad for p in parameters)))
         if step is None:
             with compat.no_dynamo():
-                step = region.compile(arguments, budget, passes, settings["backend"])
+                step = region.compile_for(arguments, budget, passes, settings["backend"])
             steps.put((key, tuple(p.requires_grad for p in parameters)), step)
         return step(arguments)
 
@@ -64,7 +64,9 @@ class _Region(nn.Module):
         self.names: list[str | None] = []
         for node in module.graph.find_nodes(op="placeholder"):
             example = compat.dynamo_example(node)
-            self.names.append(_parameter_name(compat.dynamo_source(node), node.name) if isinstance(example, nn.Parameter) else None)
+            self.names.append(
+                _parameter_name(compat.dynamo_source(node), node.name) if isinstance(example, nn.Parameter) else None
+            )
         self.positions = {name: i for i, name in enumerate(self.names) if name is not None}
         self.__dict__["module"] = module
 
@@ -80,9 +82,9 @@ class _Region(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         rest = iter(arguments)
         flat = [next(rest) if name is None else self._parameters[name.replace(".", "/")] for name in self.names]
-        return self.module(*flat)
+        return self.__dict__["module"](*flat)
 
-    def compile(self, arguments: tuple[Any, ...], budget: Budget, passes: Any, backend: Any) -> Callable[..., Any]:
+    def compile_for(self, arguments: tuple[Any, ...], budget: Budget, passes: Any, backend: Any) -> Callable[..., Any]:
         """Plan and compile for these argument shapes."""
         from graphopt.api import make_plan
         from graphopt.runtime.variants import Variants

@@ -59,10 +59,18 @@ def _from_hugging_face(path: Path, batch: int, length: int, weights: bool) -> tu
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     except FileNotFoundError as error:
         raise InputError(f"{path} has no config.json.") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         raise InputError(f"{file} is not a Hugging Face config: {type(error).__name__}: {error}") from error
     model_class = _model_class(transformers, config)
-    saved = path.is_dir() and any(path.glob("*.safetensors")) or any(path.glob("*.bin"))
+    saved = (path.is_dir() and any(path.glob("*.safetensors"))) or any(path.glob("*.bin"))
     try:
         if weights and saved:
             return model_class.from_pretrained(path, local_files_only=True), _inputs(model_class, config, batch, length)

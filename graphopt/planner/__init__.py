@@ -1,0 +1,1 @@
+"""Decisions: importance, selection, and the plan that the passes carry out."""

@@ -108,7 +108,7 @@ def next_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradi
         shadow.__dict__[hooks] = OrderedDict()
     before = weight.detach().clone()
     try:
-        type(optimizer).step(shadow)  # type: ignore[call-arg]
+        type(optimizer).step(shadow)
     except Exception as error:
         raise ImportanceError(
             f"{type(optimizer).__name__} cannot be stepped on a copy of one tensor ({error}). Pass optimizer=None to rate "

@@ -11,9 +11,7 @@ from scipy.sparse import coo_array
 from graphopt.planner.costs import BackwardCosts
 
 
-def graph_milp(
-    costs: BackwardCosts, importance: Sequence[float], limit: int, time_limit: float
-) -> tuple[list[int], float]:
+def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, time_limit: float) -> tuple[list[int], float]:
     """The most valuable selection whose live backward nodes cost at most `limit`.
 
     Maximise sum_k I_k x_k with x_k binary, one activity 0 <= y_c <= 1 per class, y_c >= y_d where class c serves all that d
@@ -56,9 +54,7 @@ def graph_milp(
         for c in _smallest_above(masks, mask, d + 1):
             require(n + c, n + d)
     scale = float(max(limit, 1))
-    budget = coo_array(
-        ([merged[mask] / scale for mask in masks], ([0] * m, [n + c for c in range(m)])), shape=(1, n + m)
-    )
+    budget = coo_array(([merged[mask] / scale for mask in masks], ([0] * m, [n + c for c in range(m)])), shape=(1, n + m))
     constraints = [LinearConstraint(budget.tocsr(), -np.inf, limit / scale)]
     if count:
         matrix = coo_array((entries, (rows, columns)), shape=(count, n + m)).tocsr()

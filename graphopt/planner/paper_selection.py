@@ -8,7 +8,11 @@ import numpy as np
 
 
 def paper_selection(
-    input_grad_flops: Sequence[int], weight_grad_flops: Sequence[int], importance: Sequence[float], limit: int, resolution: int
+    input_grad_flops: Sequence[int],
+    weight_grad_flops: Sequence[int],
+    importance: Sequence[float],
+    limit: int,
+    resolution: int,
 ) -> list[int]:
     """The recurrence of Eq. 7 as its authors implemented it.
 

@@ -93,9 +93,7 @@ def infeasible(costs: BackwardCosts, flops_ratio: float) -> BudgetError:
     )
 
 
-def _selection(
-    costs: BackwardCosts, importance: Sequence[float], chosen: Sequence[int], solver: str, gap: float
-) -> Selection:
+def _selection(costs: BackwardCosts, importance: Sequence[float], chosen: Sequence[int], solver: str, gap: float) -> Selection:
     backward = costs.cost(chosen)
     return Selection(
         names=tuple(costs.names[i] for i in sorted(chosen)),

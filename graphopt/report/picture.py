@@ -95,7 +95,14 @@ def block_picture(before: TrainingGraph, after: TrainingGraph) -> str:
     scale = 1e9
     axes.barh(heights, [b.forward / scale for b in rows], color="#9ab", label="forward")
     left = [b.forward / scale for b in rows]
-    axes.barh(heights, [b.backward_before / scale for b in rows], left=left, color="#eee", edgecolor="#bbb", label="backward, cut")
+    axes.barh(
+        heights,
+        [b.backward_before / scale for b in rows],
+        left=left,
+        color="#eee",
+        edgecolor="#bbb",
+        label="backward, cut",
+    )
     axes.barh(heights, [b.backward_after / scale for b in rows], left=left, color="#d96", label="backward, kept")
     axes.set_yticks(list(heights), [f"{b.name}  ({b.trained}/{b.parameters} trained)" for b in rows], fontsize=8)
     axes.invert_yaxis()

@@ -66,7 +66,8 @@ class Report:
             f"budget           {limits}",
             f"passes           {', '.join(self.passes) or 'none'}",
             f"trained tensors  {self.trained} of {self.trainable}",
-            f"FLOPs per step   {self.full_step_flops:,} -> {self.step_flops:,} ({self.flops_ratio:.1%}) at batch {self.batch_size}",
+            f"FLOPs per step   {self.full_step_flops:,} -> {self.step_flops:,} ({self.flops_ratio:.1%})",
+            f"  at batch       {self.batch_size}",
             f"  forward        {self.forward_flops:,}",
             f"  backward       {self.backward_flops:,} -> {self.step_flops - self.forward_flops:,}",
         ]

@@ -81,7 +81,7 @@ class OptimizedModule(nn.Module):
             return getattr(self.__dict__["_model"], name)
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's own flag: setting either sets both."""
         model = self.__dict__.get("_model")
         return True if model is None else model.training
@@ -113,8 +113,6 @@ class OptimizedModule(nn.Module):
             **dict(model.named_buffers(remove_duplicate=False)),
         }
 
-    # ----------------------------------------------------------------------------------------------------------- the plan
-
     @property
     def selected(self) -> frozenset[str]:
         """Names of the parameters that are trained."""
@@ -133,9 +131,7 @@ class OptimizedModule(nn.Module):
             self.__dict__["_profile"] = flop_profile(self._graph)
         return self.__dict__["_profile"]
 
-    def reselect(
-        self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05
-    ) -> Reselection:
+    def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Measure importance again and change the selection if that gains enough (GreenTrainer does so every epoch).
 
         Args:
@@ -173,7 +169,9 @@ class OptimizedModule(nn.Module):
         if within and (gain <= tolerance or set(selection.names) == current):
             return Reselection(False, gain, seconds)
         self._install(
-            replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance), graph, profile
+            replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance),
+            graph,
+            profile,
         )
         return Reselection(True, gain, seconds)
 
@@ -185,8 +183,6 @@ class OptimizedModule(nn.Module):
         for name in before - self.selected:
             if name in parameters:
                 parameters[name].grad = None
-
-    # ------------------------------------------------------------------------------------------------------------- output
 
     @property
     def report(self) -> Report:
@@ -209,4 +205,3 @@ class OptimizedModule(nn.Module):
         from graphopt.dump import dump
 
         return dump(directory, self._graph, self._plan, self.report, self._last_step)
-

@@ -125,9 +125,7 @@ class Variants:
             step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
         return step, inputs
 
-    def _captured(
-        self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, TrainingGraph]:
+    def _captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
         dims = batch_dims_of(inputs, self.batch_dim)
         batch_size = batch_size_of(inputs, dims)
         signature = self._signature(inputs, dims)
@@ -166,7 +164,7 @@ class Variants:
             (t.dtype, t.device, t.requires_grad, tuple(-1 if i == d else s for i, s in enumerate(t.shape)))
             for t, d in zip(inputs.tensors, dims, strict=True)
         )
-        model = []
+        model: list[Any] = []
         for module in self.model.modules():
             model.append(module.training)
             model.extend((p.requires_grad, p.dtype, p.device) for p in module._parameters.values() if p is not None)
@@ -175,9 +173,7 @@ class Variants:
 
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:
     types = {"cpu", *(t.device.type for t in inputs.tensors)}
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in sorted(types)
-    )
+    return tuple((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in sorted(types))
 
 
 def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -32,7 +32,14 @@ PUBLISHED = {
 
 
 def build(name: str) -> TrainingGraph:
-    from transformers import BloomConfig, BloomForCausalLM, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
+    from transformers import (
+        BloomConfig,
+        BloomForCausalLM,
+        OPTConfig,
+        OPTForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     eager = {"attn_implementation": "eager"}  # two plain products, as the published counts assume
     with compat.new_fake_mode():

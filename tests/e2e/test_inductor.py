@@ -29,9 +29,7 @@ def test_compiled_training_follows_eager_training_of_the_same_tensors(name: str)
     step = opt.last_step
     assert step is not None
     compiled = sum(
-        node_flops(node)
-        for graph in (step.lowered.forward_graph, step.lowered.backward_graph)
-        for node in graph.graph.nodes
+        node_flops(node) for graph in (step.lowered.forward_graph, step.lowered.backward_graph) for node in graph.graph.nodes
     )
     assert compiled <= flops.forward + flops.cost(opt.selected)
 
@@ -45,5 +43,3 @@ def test_dropout_is_drawn_anew_and_a_seed_reproduces_a_run() -> None:
         losses.append([zoo.call(opt, inputs).loss.item() for _ in range(3)])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
-
-

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from graphopt.passes import GreenTrainer
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
-from graphopt.passes import GreenTrainer
 from graphopt.testing import check_pass
 from tests import zoo
 
@@ -20,9 +20,10 @@ def test_counted_flops_are_those_of_eager_execution(name: str) -> None:
     for batch in (4, 6):
         model, inputs = zoo.make(name, batch)
         # oneDNN would run a recurrent layer as one opaque operator
-        with torch.backends.mkldnn.flags(enabled=name != "lstm"), FlopCounterMode(
-            display=False, custom_mapping=ADDED_FORMULAS
-        ) as counter:
+        with (
+            torch.backends.mkldnn.flags(enabled=name != "lstm"),
+            FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter,
+        ):
             zoo.loss_of(zoo.call(model, inputs)).backward()
         assert flops.at(batch).step == counter.get_total_flops()
     assert sum(t.weight_grad_flops + t.input_grad_flops for t in flops.tensors) + flops.unattributed == flops.backward

@@ -1,13 +1,13 @@
 import expecttest
 import pytest
 import torch
+from graphopt.passes import GreenTrainer, run_pass
 from torch import nn
 
 from graphopt import PassError
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import capture
 from graphopt.dump import readable
-from graphopt.passes import GreenTrainer, run_pass
 from graphopt.testing import check_pass
 from tests import zoo
 
@@ -27,7 +27,9 @@ class Two(nn.Module):
 class GoldenDumps(expecttest.TestCase):
     def test_cut_below_the_deepest_selected_layer_removes_the_chain(self) -> None:
         graph = capture(Two(), (torch.randn(5, 3),))
-        self.assertExpectedInline(readable(graph), """\
+        self.assertExpectedInline(
+            readable(graph),
+            """\
 # joint graph; B is the batch size
 def step(
     primals_1: float32[4, 3],  # parameter first.weight
@@ -73,9 +75,12 @@ def step(
         t_5,  # gradient of parameter second.weight
         None,
     )
-""")
+""",
+        )
         rewritten, report = run_pass(GreenTrainer(), graph, {"second.weight"})
-        self.assertExpectedInline(readable(rewritten), """\
+        self.assertExpectedInline(
+            readable(rewritten),
+            """\
 # joint graph; B is the batch size
 def step(
     primals_1: float32[4, 3],  # parameter first.weight
@@ -108,13 +113,16 @@ def step(
         t_5,  # gradient of parameter second.weight
         None,
     )
-""")
+""",
+        )
         self.assertEqual(report.changes.changed, ("first.weight",))
 
     def test_dropping_only_an_upper_weight_keeps_the_chain(self) -> None:
         graph = capture(Two(), (torch.randn(5, 3),))
         rewritten, _ = run_pass(GreenTrainer(), graph, {"first.weight"})
-        self.assertExpectedInline(readable(rewritten), """\
+        self.assertExpectedInline(
+            readable(rewritten),
+            """\
 # joint graph; B is the batch size
 def step(
     primals_1: float32[4, 3],  # parameter first.weight
@@ -156,7 +164,8 @@ def step(
         None,  # gradient of parameter second.weight
         None,
     )
-""")
+""",
+        )
 
 
 def test_flops_of_the_cut_are_forward_own_gradient_and_chain() -> None:

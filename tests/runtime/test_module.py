@@ -3,11 +3,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
 
 import graphopt
 from graphopt import PassError
-from graphopt.passes import GreenTrainer
 from graphopt.runtime.variants import CAPTURE_LIMIT, STEP_LIMIT, BoundedCache
 from tests import zoo
 
