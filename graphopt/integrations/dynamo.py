@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt import compat
 from graphopt.budget import Budget
@@ -19,6 +20,9 @@ from graphopt.errors import GraphoptError
 from graphopt.lower import check_backend
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.runtime.variants import STEP_LIMIT, BoundedCache
+
+_TRAINED = WeakIdKeyDictionary()
+"""Per parameter: the budget under which it was considered, and whether it is trained."""
 
 
 def graphopt_backend(
@@ -91,7 +95,15 @@ class _Region(nn.Module):
 
         variants = Variants(self, None, backend, straight_line=True)
         graph = variants.captured(arguments, {})
-        plan: Plan = make_plan(self, arguments, {}, graph, budget, passes, None, None)
+        parameters = dict(self.named_parameters())
+        known = {name: _TRAINED.get(p) for name, p in parameters.items() if p.requires_grad}
+        if all(entry is not None and entry[0] == budget for entry in known.values()):
+            # Dynamo asks anew for other shapes: they train the same tensors.
+            plan = Plan(budget, passes, frozenset(name for name, entry in known.items() if entry and entry[1]))
+        else:
+            plan = make_plan(self, arguments, {}, graph, budget, passes, None, None)
+        for name in known:
+            _TRAINED[parameters[name]] = (budget, plan.train is None or name in plan.train)
 
         def step(values: tuple[Any, ...]) -> Any:
             compiled, inputs = variants.step(plan, values, {})

@@ -53,6 +53,7 @@ def _from_hugging_face(path: Path, batch: int, length: int, weights: bool) -> tu
     except ImportError as error:
         raise InputError("loading Hugging Face models needs transformers: pip install 'graphopt[transformers]'") from error
     os.environ["HF_HUB_OFFLINE"] = "1"
+    quiet_transformers()
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -93,6 +94,14 @@ def _model_class(transformers: Any, config: Any) -> Any:
     if type(config) in mapping:
         return mapping[type(config)]
     raise InputError(f"transformers has no model class for a {config.model_type!r} config.")
+
+
+def quiet_transformers() -> None:
+    """Keep the library's load reports and progress bars off the terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 _LABEL_PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
@@ -78,10 +77,11 @@ class Plan:
         """Run every pass on `graph`; the graph itself stays as it is."""
         reports = []
         for rewrite in self.passes:
-            decisions: Any = None
-            if isinstance(rewrite, GreenTrainer):
-                present = {p.name for p in graph.trainable}
-                decisions = present if self.train is None else present & self.train
+            decisions = {site.name for site in rewrite.applicable(graph)}
+            if isinstance(rewrite, GreenTrainer) and self.train is not None:
+                decisions &= self.train
+                if not decisions:
+                    raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
             graph, report = run_pass(rewrite, graph, decisions)
             reports.append(report)
         return graph, reports

@@ -167,7 +167,8 @@ class Variants:
         model: list[Any] = []
         for module in self.model.modules():
             model.append(module.training)
-            model.extend((p.requires_grad, p.dtype, p.device) for p in module._parameters.values() if p is not None)
+            held = (*module._parameters.values(), *module._buffers.values())
+            model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
         return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs))
 
 

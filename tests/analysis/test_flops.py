@@ -1,0 +1,108 @@
+import functools
+
+import pytest
+import torch
+from graphopt.passes import GreenTrainer, run_pass
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import InputError
+from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.capture import capture
+from graphopt.graph import BATCH, TrainingGraph
+from tests import zoo
+
+
+def mlp_profile(batch: int = 4) -> FlopProfile:
+    model, inputs = zoo.make("mlp", batch)
+    return graphopt.analyze(model, inputs).flops  # type: ignore[return-value]
+
+
+def test_rows_of_a_toy_are_what_the_paper_says() -> None:
+    rows = {t.name: (t.shape, t.weight_grad_flops, t.input_grad_flops) for t in mlp_profile().tensors}
+    first, second, third = 2 * 4 * 5 * 8, 2 * 4 * 8 * 8, 2 * 4 * 8 * 3
+    assert rows == {
+        "first.weight": ((8, 5), first, 0),  # nothing below it needs the gradient
+        "first.bias": ((8,), 0, 0),
+        "second.weight": ((8, 8), second, second),
+        "second.bias": ((8,), 0, 0),
+        "third.weight": ((3, 8), third, third),
+        "third.bias": ((3,), 0, 0),
+    }
+
+
+def test_formulas_are_linear_in_the_batch_and_evaluate_to_integers() -> None:
+    profile = mlp_profile()
+    assert profile.formulas["step"] == profile.step // 4 * BATCH
+    assert profile.at(64).step == 16 * profile.step
+    assert isinstance(profile.at(64).step, int)
+    assert profile.order[0].startswith("third")
+    assert profile.order[-1].startswith("first")
+    with pytest.raises(InputError, match="at least 1"):
+        profile.at(0)
+
+
+def test_cost_of_nothing_everything_and_nonsense() -> None:
+    profile = mlp_profile()
+    assert profile.cost([]) == 0
+    assert profile.cost(profile.order) == profile.backward
+    with pytest.raises(InputError, match="nonsense"):
+        profile.cost(["nonsense"])
+
+
+@functools.cache
+def bert_graph() -> TrainingGraph:
+    model, inputs = zoo.make("bert", 4)
+    return capture(model, (), inputs)
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+@settings(deadline=None, max_examples=12)
+def test_cost_of_a_selection_is_the_flops_of_the_cut_graph(chosen: set[int]) -> None:
+    graph = bert_graph()
+    profile = flop_profile(graph)
+    names = {profile.order[i] for i in chosen}
+    rewritten, _ = run_pass(GreenTrainer(), graph, names)
+    assert flop_profile(rewritten).backward == profile.cost(names)
+
+
+def test_one_convolution_gradient_can_be_dropped_without_the_other() -> None:
+    model, inputs = zoo.make("cnn", 4)
+    profile = graphopt.analyze(model, inputs).flops
+    rows = {t.name: t for t in profile.tensors}
+    assert rows["features.4.weight"].weight_grad_flops == rows["features.4.weight"].input_grad_flops > 0
+    assert rows["features.0.weight"].input_grad_flops == 0
+    assert profile.cost(["features.1.weight"]) < profile.cost(["features.1.weight", "features.4.weight"])
+
+
+def test_parallel_projections_do_not_pay_for_each_other() -> None:
+    model, inputs = zoo.make("llama", 4)
+    profile = graphopt.analyze(model, inputs).flops
+    q, k = (f"model.layers.0.self_attn.{p}_proj.weight" for p in "qk")
+    rows = {t.name: t for t in profile.tensors}
+    assert profile.cost([q, k]) - profile.cost([q]) == rows[k].weight_grad_flops
+
+
+class Products(nn.Module):
+    """Matrix-vector products and an inner product, which torch's registry does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.mv(x, self.weight) * 2).sum() + torch.dot(self.weight, self.weight)
+
+
+def test_operators_that_torch_does_not_count_are_counted() -> None:
+    flops = graphopt.analyze(Products(), (torch.randn(4, 6),)).flops
+    assert flops.forward == 2 * 4 * 6 + 2 * 6
+    assert flops.backward == 2 * 4 * 6
+
+
+def test_unknown_cost_mode() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    with pytest.raises(InputError, match="paper"):
+        graphopt.analyze(model, inputs, cost="guess")  # type: ignore[arg-type]

@@ -1,0 +1,27 @@
+"""Analysis of a 7-billion-parameter model whose weights exist nowhere stays small."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import json, resource, torch, graphopt
+from transformers import LlamaConfig, LlamaForCausalLM
+with torch.device("meta"):
+    model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16"))
+ids = torch.zeros((4, 512), dtype=torch.long)
+flops = graphopt.analyze(model, {"input_ids": ids, "labels": ids}).flops
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"step": flops.step, "rows": len(flops.tensors), "peak": peak}))
+"""
+
+
+def test_llama_7b_is_analysed_in_under_2_gb() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["peak"] < 2e9
+    assert found["rows"] == 291
+    # Six multiply-adds' worth per weight and token but for the embedding, and attention on top.
+    weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
+    attention = 32 * 4 * 512 * 512 * 4096 * (4 + 10)
+    assert found["step"] == 6 * 4 * 512 * weights + attention

@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from graphopt import PassError, TorchVersionError
+from graphopt.capture import capture
+from graphopt.compat import require_supported_torch
+from graphopt.specialise import specialise
+from graphopt.verify import verify
+from tests import zoo
+
+
+def mlp_graph():  # type: ignore[no-untyped-def]
+    model, inputs = zoo.make("mlp", 4)
+    return capture(model, inputs).clone()
+
+
+def test_a_captured_graph_is_consistent() -> None:
+    for name in ("mlp", "bert", "cnn"):
+        model, inputs = zoo.make(name, 4)
+        args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        verify(capture(model, args, kwargs))
+
+
+def test_a_wrong_recorded_shape_is_found() -> None:
+    graph = mlp_graph()
+    node = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.relu.default)
+    node.meta["val"] = node.meta["val"].t()
+    with pytest.raises(PassError, match="relu"):
+        verify(graph)
+
+
+def test_a_node_that_cannot_run_is_found() -> None:
+    graph = mlp_graph()
+    node = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.addmm.default)
+    node.args = (node.args[0], node.args[2], node.args[1])
+    with pytest.raises(PassError, match="cannot run"):
+        verify(graph)
+
+
+def test_specialised_graphs_are_static_and_have_the_batch() -> None:
+    static = specialise(mlp_graph(), 7)
+    assert not static.symbolic
+    verify(static)
+    inputs = [n.meta["val"] for d, n in zip(static.inputs, static.placeholders, strict=True) if d.kind == "input"]
+    assert [tuple(v.shape) for v in inputs] == [(7, 5), (7,)]
+    with pytest.raises(PassError, match="not valid for a batch of 1"):
+        specialise(mlp_graph(), 1)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13.0", "2.14.0", "3.0.0"])
+def test_torch_outside_the_supported_range_is_refused(version: str) -> None:
+    with pytest.raises(TorchVersionError, match="pip install"):
+        require_supported_torch(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.12.1", "2.13.0+cpu"])
+def test_supported_versions(version: str) -> None:
+    require_supported_torch(version)
