@@ -14,7 +14,22 @@ aten = torch.ops.aten
 def normalise(graph: TrainingGraph) -> None:
     """Rewrite `graph` in place; the values that it computes stay the same."""
     split_convolution_backward(graph)
+    drop_checkpointing(graph)
     graph.eliminate_dead_code()
+
+
+def drop_checkpointing(graph: TrainingGraph) -> None:
+    """Leave it to the partitioner what to recompute, and say so.
+
+    Activation checkpointing arrives as marks on forward nodes. Honouring them would need the random state of every marked
+    operator as a further input of forward and backward.
+    """
+    marked = [node for node in graph.graph.nodes if "recompute" in node.meta]
+    for node in marked:
+        for key in ("recompute", "ac_graph_id"):
+            node.meta.pop(key, None)
+    if marked:
+        graph.notes.append("activation checkpointing in the model is not carried out; the partitioner decides what to recompute")
 
 
 def split_convolution_backward(graph: TrainingGraph) -> None:

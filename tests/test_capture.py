@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import graphopt
@@ -89,6 +90,25 @@ class Breaks(nn.Module):
         if self.linear(x).sum().item() > 0:  # the line that the error must name
             return self.linear(x).sum()
         return self.linear(x).mean()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.utils.checkpoint.checkpoint(lambda y, layer=layer: torch.relu(layer(y)), x, use_reentrant=False)
+        return x.square().mean()
+
+
+def test_checkpointed_models_train_and_the_report_says_what_is_not_done() -> None:
+    model, x = Checkpointed(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    torch.testing.assert_close(opt(x), model(x))
+    assert any("checkpointing" in note for note in opt.report.notes)
+    assert "checkpointing" in str(opt.report)
 
 
 def test_graph_break_names_the_line_and_the_remedy() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import sympy
+import torch
 from torch import fx
 
 from graphopt.analysis.flop_formulas import node_flops
@@ -231,6 +232,9 @@ def weight_of(graph: TrainingGraph) -> dict[fx.Node, str]:
 
 
 def _weight_read(node: fx.Node, weights: dict[fx.Node, str]) -> str | None:
+    """The parameter that a backward product passes the gradient through; None where it multiplies two activations."""
+    if node.target is torch.ops.aten.convolution_backward.default and not node.args[-1][0]:  # type: ignore[index]
+        return None  # its weight argument only tells the kernel size
     return next((weights[n] for n in node.all_input_nodes if n in weights), None)
 
 

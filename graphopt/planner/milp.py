@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -59,13 +62,14 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
     if count:
         matrix = coo_array((entries, (rows, columns)), shape=(count, n + m)).tocsr()
         constraints.append(LinearConstraint(matrix, 0.0, np.inf))
-    result = milp(
-        c=np.concatenate([-np.asarray([importance[i] for i in candidates], dtype=float), np.zeros(m)]),
-        constraints=constraints,
-        integrality=np.concatenate([np.ones(n), np.zeros(m)]),
-        bounds=Bounds(0.0, 1.0),
-        options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
-    )
+    with _quiet():
+        result = milp(
+            c=np.concatenate([-np.asarray([importance[i] for i in candidates], dtype=float), np.zeros(m)]),
+            constraints=constraints,
+            integrality=np.concatenate([np.ones(n), np.zeros(m)]),
+            bounds=Bounds(0.0, 1.0),
+            options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
+        )
     if result.x is None:
         return [], float("inf")
     chosen = [i for k, i in enumerate(candidates) if result.x[k] > 0.5]
@@ -74,6 +78,20 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
         chosen.remove(min(chosen, key=lambda i: importance[i] / (1 + full - costs.cost([j for j in chosen if j != i]))))
     gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
     return chosen, gap
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """HiGHS prints a debugging line to the process's standard output on some problems, which would spoil `--json`."""
+    sys.stdout.flush()
+    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+        os.close(null)
 
 
 def _smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:

@@ -22,6 +22,7 @@ class Report:
         approximations: every respect in which a step is not full training; empty if none.
         trained, trainable: number of tensors trained, and that could be.
         selected, cut: their names.
+        notes: what else there is to know about the captured model.
         forward_flops, backward_flops, full_step_flops: of full training.
         step_flops: of the optimised step; `flops_ratio` is its share of the full step.
         importance: what tensors were rated by; "" if none were.
@@ -55,6 +56,7 @@ class Report:
     compile_seconds: float
     rewrite_seconds: float
     select_seconds: float
+    notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -79,6 +81,7 @@ class Report:
             f"overhead         {self.captures} captures {self.capture_seconds:.1f} s, selection {self.select_seconds:.1f} s, "
             f"{self.compilations} compilations {self.compile_seconds:.1f} s (passes {self.rewrite_seconds:.2f} s)"
         )
+        lines.extend(f"note             {note}" for note in self.notes)
         return "\n".join(lines)
 
 
@@ -125,4 +128,5 @@ def make_report(
         compile_seconds=counters.compile_seconds,
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
+        notes=list(graph.notes),
     )
