@@ -9,6 +9,7 @@ lowering -> `partition`, `compile_inductor`; tracing artifacts -> `trace_artifac
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import logging
 import warnings
@@ -120,6 +121,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
     warn_once = getattr(logging.Logger, "warning_once", None)
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
     with (
         warnings.catch_warnings(),
         torch._dynamo.config.patch(
@@ -131,14 +133,22 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     ):
         # Attributes that forward() sets are not replayed by the compiled step, nor needed by it.
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
+        was_disabled, metrics.disabled = metrics.disabled, True  # torch 2.11 cannot log the setting above, and says so
         try:
-            return dynamo_graph_capture_for_export(module)(*args)
+            graph = dynamo_graph_capture_for_export(module)(*args)
         except ConstraintViolationError as error:
             raise BatchSpecialised(str(error)) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             if "ConstraintViolation" in str(error) or "mark_dynamic" in str(error):
                 raise BatchSpecialised(str(error)) from error
             raise CaptureError(_explain_graph_break(error)) from error
+        finally:
+            metrics.disabled = was_disabled
+    for name in ("_dynamo_bytecode_flatten", "_dynamo_bytecode_unflatten"):
+        part = getattr(graph, name, None)
+        if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope
+            part.f_globals = {**vars(builtins), **part.f_globals}
+    return graph
 
 
 def _explain_graph_break(error: Exception) -> str:

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
 
 def _attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
-    """QK^T and PV: 4 * B * H * S_q * S_k * D FLOPs for equal head sizes."""
-    return sdpa_flop_count(query, key, value)
+    """QK^T and PV: 2 * B * H * S_q * S_k * (D_qk + D_v), with the heads H of the queries (keys may have fewer)."""
+    batch, heads, queries, size = query
+    return 2 * batch * heads * queries * key[2] * (size + value[3])
 
 
 def _attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """dV, dP, dQ, dK and the recomputed QK^T, as torch counts its CUDA kernels."""
-    return sdpa_backward_flop_count(grad_out, query, key, value)
+    """dQ, dK and the recomputed QK^T, dV and dP, as torch counts its CUDA kernels."""
+    batch, heads, queries, size = query
+    return 2 * batch * heads * queries * key[2] * (3 * size + 2 * value[3])
 
 
 def _matrix_vector(matrix: Any, vector: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
