@@ -223,7 +223,9 @@ def _trace(
         except RuntimeError as error:
             if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error
-            raise
+            raise CaptureError(
+                f"the backward of the model cannot be traced; check that it trains in eager mode. {error}"
+            ) from error
     if not any(desc.kind == "tangent" for desc in export.inputs):
         raise CaptureError(_NO_GRADIENT)
     export = _without_prefix(export)

@@ -176,13 +176,13 @@ def show(results: dict[str, Any], console: Console) -> None:
             "FLOPs ratio",
             "s/step",
             "time ratio",
-            "time saved / FLOPs saved",
+            "time / FLOPs saved",
             "compile s",
             "passes s",
             "share",
         )
         for column in headings:
-            table.add_column(column, justify="right" if column else "left")
+            table.add_column(column, justify="right" if column else "left", no_wrap=not column)
         for row in block["rows"]:
             saved, share = row["time_saved_per_flops_saved"], row["passes_share"]
             table.add_row(
