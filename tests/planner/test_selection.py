@@ -182,6 +182,14 @@ def test_the_papers_own_rounding_exceeds_the_budget_where_ours_does_not() -> Non
     assert select(costs, importance, 0.7, solver="knapsack", resolution=100).backward_flops <= limit
 
 
+def test_the_papers_recurrence_is_there_to_compare_with() -> None:
+    costs = chain([5, 5, 5, 5, 5], [5, 5, 5, 5, 5], 25)
+    theirs = select(costs, [3.0, 1.0, 2.0, 5.0, 4.0], 0.8, solver="paper")
+    ours = select(costs, [3.0, 1.0, 2.0, 5.0, 4.0], 0.8)
+    assert theirs.solver == "paper"
+    assert 0 < theirs.value <= ours.value
+
+
 def test_importance_must_be_finite() -> None:
     with pytest.raises(ImportanceError, match="finite"):
         select(chain([1, 1], [1, 1], 1), [float("nan"), 1.0], 0.9)
