@@ -106,7 +106,7 @@ def _run_once(opt: Any, inputs: Any) -> None:
         opt(*inputs)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def demo(context: typer.Context) -> None:
     """Fine-tune MiniLM on WordNet glosses: full fine-tuning against half of its FLOPs; --help lists its options."""
     import runpy

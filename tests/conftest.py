@@ -18,5 +18,6 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+settings.register_profile("unhurried", deadline=None)
 settings.register_profile("fuzz", max_examples=2000, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
