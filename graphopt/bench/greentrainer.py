@@ -43,7 +43,12 @@ class Variant:
     flops: int
     compile_seconds: float
     passes_seconds: float
-    seconds: list[float]
+    phases: list[tuple[float, float, float]]
+
+    @property
+    def seconds(self) -> float:
+        """Median of a whole step."""
+        return statistics.median(sum(step) for step in self.phases)
 
 
 def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
@@ -89,7 +94,7 @@ def measure(model_name: str, repeats: int, device: str, bar: Progress) -> list[d
             for variant in variants:
                 elapsed = _timed_step(variant, inputs, device)
                 if round_number >= WARMUP:
-                    variant.seconds.append(elapsed)
+                    variant.phases.append(elapsed)
             bar.advance(task)
     finally:
         gc.enable()
@@ -118,24 +123,36 @@ def _variant(kind: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Va
     return Variant(str(kind), step, optimizer, flops, elapsed if kind != "eager" else 0.0, 0.0, [])
 
 
-def _timed_step(variant: Variant, inputs: dict[str, torch.Tensor], device: str) -> float:
-    start = time.perf_counter()
-    variant.step(**inputs).loss.backward()
+def _timed_step(variant: Variant, inputs: dict[str, torch.Tensor], device: str) -> tuple[float, float, float]:
+    """Seconds of forward, backward and optimizer."""
+    marks = [_now(device)]
+    loss = variant.step(**inputs).loss
+    marks.append(_now(device))
+    loss.backward()
+    marks.append(_now(device))
     variant.optimizer.step()
     variant.optimizer.zero_grad()
+    marks.append(_now(device))
+    return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
+
+
+def _now(device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return time.perf_counter()
 
 
 def _row(variant: Variant, full: Variant) -> dict[str, Any]:
-    seconds, base = statistics.median(variant.seconds), statistics.median(full.seconds)
-    flops_ratio, time_ratio = variant.flops / full.flops, seconds / base
+    flops_ratio, time_ratio = variant.flops / full.flops, variant.seconds / full.seconds
+    forward, backward, optimizer = (statistics.median(phase) for phase in zip(*variant.phases, strict=True))
     return {
         "variant": variant.name,
         "step_flops": variant.flops,
         "flops_ratio": flops_ratio,
-        "seconds": seconds,
+        "seconds": variant.seconds,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "optimizer_seconds": optimizer,
         "time_ratio": time_ratio,
         "time_saved_per_flops_saved": (1 - time_ratio) / (1 - flops_ratio) if flops_ratio < 1 else None,
         "compile_seconds": variant.compile_seconds,
@@ -175,6 +192,7 @@ def show(results: dict[str, Any], console: Console) -> None:
             "",
             "FLOPs ratio",
             "s/step",
+            "fw / bw / opt",
             "time ratio",
             "time / FLOPs saved",
             "compile s",
@@ -188,7 +206,8 @@ def show(results: dict[str, Any], console: Console) -> None:
             table.add_row(
                 row["variant"],
                 f"{row['flops_ratio']:.3f}",
-                f"{row['seconds']:.4f}",
+                f"{row['seconds']:.3f}",
+                " / ".join(f"{row[f'{phase}_seconds']:.2f}" for phase in ("forward", "backward", "optimizer")),
                 f"{row['time_ratio']:.3f}",
                 "" if saved is None else f"{saved:.2f}",
                 f"{row['compile_seconds']:.1f}",
