@@ -4,7 +4,7 @@ Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types de
 `OutputDesc`) and ordinary FX graphs, so a new torch release means mending this file alone.
 
 Map: versions -> `require_supported_torch`; capture -> `dynamo_capture`, `export_joint`; retrace -> `retrace`;
-lowering -> `partition`, `compile_inductor`; tracing artifacts -> `trace_artifact`.
+lowering -> `partition`, `compile_inductor_forward`, `compile_inductor_backward`; tracing artifacts -> `trace_artifact`.
 """
 
 from __future__ import annotations
@@ -366,58 +366,63 @@ def partition(
     )
 
 
-@dataclass(frozen=True)
-class CompiledPair:
-    """A compiled forward and backward; each takes one list of arguments, which it empties, and returns a sequence."""
-
-    forward: Callable[[list[Any]], Sequence[Any]]
-    backward: Callable[[list[Any]], Sequence[Any]]
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes one list of arguments, which it empties, and returns a sequence."""
 
 
-def compile_inductor(
+def compile_inductor_forward(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     num_mutations: int,
     num_outputs: int,
     static_inputs: Sequence[int],
-) -> CompiledPair:
-    """Compile a partitioned pair with Inductor.
+) -> Compiled:
+    """Compile the forward of a partitioned pair with Inductor, and note in `backward` how it lays out what it saves.
 
     Args:
         num_mutations, num_outputs: the forward returns updated buffers, then the model's outputs, then saved tensors.
         static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
     """
+    visible = range(num_mutations, num_mutations + num_outputs)
+    with _compiling(forward), torch._guards.TracingContext.report_output_strides() as strides:
+        compiled = _compile_inner(forward, visible, static_inputs, is_backward=False)
+    _restride_saved(forward, backward, strides)
+    return compiled
+
+
+def compile_inductor_backward(backward: fx.GraphModule) -> Compiled:
+    """Compile the backward of a partitioned pair, after its forward, with Inductor; `backward` is used up."""
+    num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
+    with _compiling(backward):
+        return _compile_inner(backward, range(len(output_list(backward))), range(num_saved), is_backward=True)
+
+
+@contextlib.contextmanager
+def _compiling(module: fx.GraphModule) -> Iterator[None]:
+    """The state that Inductor expects around it; `module`'s fake tensors say which fake mode."""
+    from torch._inductor.virtualized import V
+
+    fake_mode = fake_mode_of([n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
+    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), _unsynced_tracing_context(fake_mode):
+        yield
+
+
+def _compile_inner(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.utils import BoxedBool
-    from torch._inductor.virtualized import V
 
-    fake_mode = fake_mode_of([n.meta["val"] for n in forward.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
-    device_index = BoxedDeviceIndex(None)
-
-    def compile_one(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
-        output = module.graph.output_node()
-        leaves = output_list(module)
-        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
-        inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-        return compile_fx_inner(
-            module,
-            inputs,
-            static_input_idxs=list(static),
-            cudagraphs=BoxedBool(False),
-            is_backward=is_backward,
-            boxed_forward_device_index=device_index,
-        )
-
-    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), _unsynced_tracing_context(fake_mode):
-        visible = range(num_mutations, num_mutations + num_outputs)
-        with torch._guards.TracingContext.report_output_strides() as strides:
-            compiled_forward = compile_one(forward, visible, static_inputs, is_backward=False)
-        _restride_saved(forward, backward, strides)
-        num_gradients = len(output_list(backward))
-        num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
-        compiled_backward = compile_one(backward, range(num_gradients), range(num_saved), is_backward=True)
-    return CompiledPair(compiled_forward, compiled_backward)
+    leaves = output_list(module)
+    module.graph.output_node().meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    return compile_fx_inner(
+        module,
+        inputs,
+        static_input_idxs=list(static),
+        cudagraphs=BoxedBool(False),
+        is_backward=is_backward,
+        boxed_forward_device_index=BoxedDeviceIndex(None),
+    )
 
 
 def _restride_saved(forward: fx.GraphModule, backward: fx.GraphModule, strides: Sequence[Any] | None) -> None:

@@ -7,7 +7,7 @@ buffers back, and rebuilds outputs that are views of inputs or of other outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from graphopt import compat
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
+from graphopt.tangents import without_tangents
 
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
@@ -54,10 +55,12 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
         remove_dead_nodes(half)
     if inductor:
         num_mutations = kinds.count("mutation")
-        pair = compat.compile_inductor(forward, backward, num_mutations, num_forward - num_mutations, static)
+        run = compat.compile_inductor_forward(forward, backward, num_mutations, num_forward - num_mutations, static)
     else:
-        pair = compat.CompiledPair(_boxed(forward, backend), _boxed(backward, backend))
-    return Lowered(forward, backward, _Runner(layout, backward, pair))
+        run = _boxed(forward, backend)
+    runner = _Runner(layout, run, _Backwards(backward, layout.tangents, backend))
+    runner.backwards.compile_for(layout.expected)
+    return Lowered(forward, backward, runner)
 
 
 def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Sequence[Any]]:
@@ -82,13 +85,6 @@ class _Tangent:
     result: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def materialise(self, gradient: Tensor | None) -> Tensor:
-        if gradient is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-        return _laid_out(gradient, self.stride)
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -108,6 +104,7 @@ class _Layout:
         aliases: see `OutputAlias`, per output.
         strides: per input, the memory layout that the graph was traced with.
         tangents: by placeholder name, what the backward expects.
+        expected: results that training most likely differentiates: the loss, if the first is a scalar; else all.
         gradients: (index among the backward's results, input position) of every gradient that is computed.
     """
 
@@ -117,6 +114,7 @@ class _Layout:
     aliases: tuple[compat.OutputAlias, ...]
     strides: tuple[tuple[int, ...], ...]
     tangents: dict[str, _Tangent]
+    expected: frozenset[int]
     gradients: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -129,7 +127,7 @@ class _Layout:
             if desc.kind == "tangent":
                 v = node.meta["val"]
                 result = position[desc.target.kind, desc.target.target]
-                tangents[node.name] = _Tangent(result, tuple(v.shape), tuple(v.stride()), v.dtype, v.device)
+                tangents[node.name] = _Tangent(result, tuple(v.shape), tuple(v.stride()))
         returned = [(d, node) for d, node in zip(descs, graph.results, strict=True) if d.kind in ("gradient", "none")]
         return cls(
             mutated=tuple(graph.inputs.index(d.target) for d in descs if d.kind == "mutation"),
@@ -142,20 +140,56 @@ class _Layout:
                 if desc.kind != "tangent"
             ),
             tangents=tangents,
+            expected=_expected(tangents.values()),
             gradients=tuple((k, graph.inputs.index(d.target)) for k, (d, node) in enumerate(returned) if node is not None),
         )
+
+
+def _expected(tangents: Iterable[_Tangent]) -> frozenset[int]:
+    first = min(tangents, key=lambda t: t.result, default=None)
+    if first is not None and first.shape == ():
+        return frozenset({first.result})
+    return frozenset(t.result for t in tangents)
+
+
+class _Backwards:
+    """The backward, compiled once for every set of results whose gradient has come."""
+
+    def __init__(self, graph: fx.GraphModule, tangents: dict[str, _Tangent], backend: Backend) -> None:
+        self.graph = graph
+        self.backend = backend
+        # The backward takes what the forward saved, then those tangents that it reads.
+        taken = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        self.tangents = {name: tangents[name] for name in taken if name in tangents}
+        self.variants: dict[frozenset[int], compat.Compiled] = {}
+
+    def compile_for(self, results: Iterable[int]) -> compat.Compiled:
+        """The backward for when exactly `results` have a gradient."""
+        present = frozenset(t.result for t in self.tangents.values()).intersection(results)
+        if present not in self.variants:
+            absent = [name for name, t in self.tangents.items() if t.result not in present]
+            graph = without_tangents(self.graph, absent)
+            inductor = self.backend == "inductor"
+            self.variants[present] = compat.compile_inductor_backward(graph) if inductor else _boxed(graph, self.backend)
+        return self.variants[present]
+
+    def __call__(self, saved: list[Any], gradients: Sequence[Tensor | None]) -> Sequence[Any]:
+        """Gradients of the parameters and inputs; empties `saved`."""
+        for t in self.tangents.values():
+            gradient = gradients[t.result]
+            if gradient is not None:
+                saved.append(_laid_out(gradient, t.stride))
+        return self.compile_for(i for i, g in enumerate(gradients) if g is not None)(saved)
 
 
 class _Runner:
     """Calls the compiled pair; see the module's docstring."""
 
-    def __init__(self, layout: _Layout, backward: fx.GraphModule, pair: compat.CompiledPair) -> None:
+    def __init__(self, layout: _Layout, forward: compat.Compiled, backwards: _Backwards) -> None:
         self.layout = layout
-        self.pair = pair
+        self.forward = forward
+        self.backwards = backwards
         self.differentiable = {t.result for t in layout.tangents.values()}
-        # The backward takes what the forward saved, then those tangents that it reads.
-        taken = [node.name for node in backward.graph.nodes if node.op == "placeholder"]
-        self.tangents = [layout.tangents[name] for name in taken if name in layout.tangents]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the step on the joint graph's inputs, less the tangents."""
@@ -189,7 +223,7 @@ class _Step(torch.autograd.Function):
     def forward(ctx: Any, runner: _Runner, inputs: tuple[Any, ...], *differentiated: Tensor) -> Any:
         with compat.no_autocast():
             laid_out = [_laid_out(t.detach(), stride) for t, stride in zip(inputs, runner.layout.strides, strict=True)]
-            returned = runner.pair.forward(laid_out)
+            returned = runner.forward(laid_out)
         mutations, num_results = len(runner.layout.mutated), runner.layout.num_results
         for position, value in zip(runner.layout.mutated, returned[:mutations], strict=True):
             inputs[position].copy_(value)
@@ -213,7 +247,6 @@ class _Step(torch.autograd.Function):
         args = [next(saved) if is_tensor else constant for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)]
         del saved
         compat.release_saved_tensors(ctx)
-        args.extend(t.materialise(gradients[t.result]) for t in runner.tangents)
         with compat.no_autocast():
-            returned = runner.pair.backward(args)
+            returned = runner.backwards(args, gradients)
         return (None, None, *(returned[k] for k, _ in runner.layout.gradients))

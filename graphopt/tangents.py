@@ -1,0 +1,139 @@
+"""Backward graphs for outputs whose gradient never comes.
+
+A model returns its loss and its logits; training differentiates the loss alone. Autograd then has no gradient for the logits,
+which is not the same as a gradient of zeros: filling in zeros costs a tensor as large as the logits and an addition, and
+gives parameters that only the logits depend on a gradient of zeros where eager mode leaves None.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphopt.compat import output_list
+from graphopt.graph import remove_dead_nodes
+
+aten = torch.ops.aten
+
+LINEAR = frozenset(
+    {
+        aten._to_copy,
+        aten._unsafe_view,
+        aten.alias,
+        aten.as_strided,
+        aten.bmm,
+        aten.clone,
+        aten.detach,
+        aten.expand,
+        aten.mm,
+        aten.mul,
+        aten.neg,
+        aten.permute,
+        aten.reshape,
+        aten.select,
+        aten.select_backward,
+        aten.slice,
+        aten.slice_backward,
+        aten.squeeze,
+        aten.sum,
+        aten.t,
+        aten.transpose,
+        aten.unsqueeze,
+        aten.view,
+        operator.getitem,
+        torch.ops.prims.convert_element_type,
+    }
+)
+"""Operators that are linear in each tensor argument: one absent argument makes the result absent."""
+
+SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+
+
+def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.GraphModule:
+    """A copy of a backward graph for when some tangents do not exist.
+
+    A backward is linear in its tangents, so whatever depends on absent ones alone is absent: sums lose the term, operators known
+    to be linear pass the absence on, and any other operator is given zeros. Absent gradients are returned as None.
+
+    Args:
+        absent: names of tangent placeholders; the copy does not take them. Saved tensors all stay, read or not.
+    """
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(backward.graph, mapping)
+    result = graph.output(output)
+    result.meta = dict(backward.graph.output_node().meta)
+    module = fx.GraphModule(backward, graph)
+    gone = {mapping[node] for node in backward.graph.nodes if node.op == "placeholder" and node.name in absent}
+    placeholders = list(gone)
+    for node in list(graph.nodes):
+        missing = [n for n in node.all_input_nodes if n in gone]
+        if node.op != "call_function" or not missing:
+            continue
+        if node.target in SUMS:
+            _drop_term(node, gone)
+        elif _absent(node, gone):
+            gone.add(node)
+        else:
+            for term in missing:
+                node.replace_input_with(term, _zeros(graph, term, before=node))
+    result.args = (tuple(None if node in gone else node for node in output_list(module)),)
+    remove_dead_nodes(module)
+    for node in placeholders:
+        graph.erase_node(node)
+    module.recompile()
+    return module
+
+
+def _absent(node: fx.Node, gone: set[fx.Node]) -> bool:
+    """Whether an operator with absent arguments has an absent result."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    if packet in LINEAR:
+        return True
+    if packet is torch.ops.prims.fma:  # a * b + c
+        return node.args[2] in gone and (node.args[0] in gone or node.args[1] in gone)
+    if packet is aten.where:
+        return all(branch in gone or _is_zero(branch) for branch in node.args[1:])
+    if packet is aten.div or getattr(packet, "__name__", "").endswith(("_backward", "_backward_data")):
+        return node.args[0] in gone and not any(argument in gone for argument in node.args[1:])
+    return False
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        return value.target in (aten.full.default, aten.scalar_tensor.default) and _is_zero(value.args[-1])
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _drop_term(node: fx.Node, gone: set[fx.Node]) -> None:
+    """Replace a sum by the term that is there; where that would change shape, dtype, sign or scale, give it zeros instead."""
+    left, right = node.args[:2]
+    absent = [isinstance(term, fx.Node) and term in gone for term in (left, right)]
+    if all(absent):
+        gone.add(node)
+        return
+    kept, term = (right, left) if absent[0] else (left, right)
+    assert isinstance(term, fx.Node)
+    unscaled = absent[1] or (node.target is aten.add.Tensor and not node.kwargs)
+    if isinstance(kept, fx.Node) and _same(kept.meta["val"], node.meta["val"]) and unscaled:
+        node.replace_all_uses_with(kept)
+    else:
+        node.replace_input_with(term, _zeros(node.graph, term, before=node))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+
+
+def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
+    value: Tensor = like.meta["val"]
+    with graph.inserting_before(before):
+        node = graph.call_function(
+            aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        )
+    node.meta["val"] = value
+    return node
