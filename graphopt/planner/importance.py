@@ -103,7 +103,11 @@ def next_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradi
     shadow = object.__new__(type(optimizer))
     shadow.__dict__.update({k: v for k, v in vars(optimizer).items() if not callable(v)})
     shadow.__dict__["state"] = defaultdict(dict, {weight: state} if state else {})
-    shadow.__dict__["param_groups"] = [{**{k: copy.deepcopy(v) for k, v in group.items() if k != "params"}, "params": [weight]}]
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
+    if all(float(g.get("lr", 1.0)) == 0.0 for g in optimizer.param_groups):
+        # A warm-up starts at 0, where no tensor would move: rate them by the rate that it rises to.
+        options["lr"] = group.get("initial_lr") or 1.0
+    shadow.__dict__["param_groups"] = [{**options, "params": [weight]}]
     for hooks in [k for k in vars(shadow) if k.endswith("_hooks")]:
         shadow.__dict__[hooks] = OrderedDict()
     before = weight.detach().clone()

@@ -135,3 +135,15 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model, inputs = zoo.make("mlp", 4)
     with pytest.raises(ImportanceError, match="optimizer=None"):
         graphopt.optimize(model, inputs, budget=0.5, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_warm_up_that_starts_at_zero_rates_by_the_rate_that_it_rises_to() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    args, kwargs = as_call(inputs)
+    names = [n for n, _ in model.named_parameters()]
+    groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())]
+    risen = measure_importance(model, args, kwargs, names, torch.optim.AdamW(groups))
+    warming = torch.optim.AdamW(groups)
+    torch.optim.lr_scheduler.LambdaLR(warming, lambda step: step / 10)
+    assert all(g["lr"] == 0 for g in warming.param_groups)
+    assert measure_importance(model, args, kwargs, names, warming).values == pytest.approx(risen.values, rel=1e-5)
