@@ -75,7 +75,16 @@ def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Se
             return compiled(*flat)
 
         return call
-    return fx.Interpreter(module).boxed_run
+    interpreter = fx.Interpreter(module)
+
+    def interpret(args: list[Any]) -> Sequence[Any]:
+        try:
+            result: Sequence[Any] = interpreter.boxed_run(args)
+            return result
+        finally:
+            interpreter.env.clear()  # it would hold the results, saved activations among them, until the next run
+
+    return interpret
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,159 @@
+"""Liveness of a graph's storages: which bytes exist while each node runs.
+
+The unit is the storage, not the tensor: views share one, an operator that writes into its argument makes none, and a storage
+is freed when the last node that reads it, or any view of it, has run. Under Inductor, results that fused kernels keep in
+registers have no storage at all (see `fusion`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from graphopt.compat import output_list
+
+aten = torch.ops.aten
+
+_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default})
+"""Operators that return their argument's storage though their schema does not say so."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One storage that a graph makes.
+
+    Attributes:
+        node: the node that makes it; its name and metadata describe the storage.
+        index: which of the node's results.
+        size: bytes, an expression of the graph's own symbols.
+        born, last_read: positions among the graph's call nodes; `last_read` is `born` if nothing reads it.
+        returned: the graph returns it, or a view of it: it outlives the graph.
+    """
+
+    node: fx.Node
+    index: int
+    size: sympy.Expr
+    born: int
+    last_read: int
+    returned: bool
+
+
+@dataclass(frozen=True)
+class GraphLiveness:
+    """Storages of one graph.
+
+    Attributes:
+        nodes: the call nodes in order; positions count them.
+        storages: made by those nodes.
+        inputs: last position at which each placeholder, or a view of it, is read; -1 if never.
+        returned_inputs: placeholders that the graph returns, as they are or as a view.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    storages: tuple[Storage, ...]
+    inputs: dict[str, int]
+    returned_inputs: frozenset[str]
+
+
+Owner = tuple[fx.Node, int]
+"""A storage by the node that made it and the index among its results."""
+
+
+def liveness(
+    module: fx.GraphModule,
+    formula: Callable[[Any], sympy.Expr],
+    fused: Collection[fx.Node] = (),
+) -> GraphLiveness:
+    """Birth and last read of every storage of a functional graph that runs in node order.
+
+    Args:
+        formula: from an int or symbolic int of the graph to an expression.
+        fused: nodes that never have a storage; what reads them reads their inputs instead.
+    """
+    calls = tuple(n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
+    owners: dict[fx.Node, tuple[Owner, ...]] = {}
+    born: dict[Owner, int] = {}
+    last: dict[Owner, int] = {}
+    position = -1
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            owners[node] = ((node, 0),)
+            last[node, 0] = -1
+        elif node.op == "call_function":
+            position += node.target is not operator.getitem
+            read = _unique(owner for n in node.all_input_nodes for owner in owners[n])
+            for owner in read:
+                last[owner] = position
+            owners[node] = _owners(node, owners, read, node in fused)
+            for owner in owners[node]:
+                if owner[0] is node:
+                    born[owner] = last[owner] = position
+    outputs = [n for n in output_list(module) if isinstance(n, fx.Node)]
+    returned = {owner for n in outputs for owner in owners[n]}
+    storages = tuple(
+        Storage(node, index, size, born[node, index], last[node, index], (node, index) in returned)
+        for node, index in born
+        if (size := _bytes(node, index, formula)) != 0
+    )
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    return GraphLiveness(
+        calls,
+        storages,
+        {n.name: last[n, 0] for n in placeholders},
+        frozenset(n.name for n in placeholders if (n, 0) in returned),
+    )
+
+
+def _unique(owners: Iterable[Owner]) -> tuple[Owner, ...]:
+    return tuple(dict.fromkeys(owners))
+
+
+def _owners(node: fx.Node, owners: dict[fx.Node, tuple[Owner, ...]], read: tuple[Owner, ...], fused: bool) -> tuple[Owner, ...]:
+    """The storages that hold a node's results: its own, those of an argument, or what a fused kernel will read."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        held = owners[source]  # type: ignore[index]
+        return tuple(o for o in held if o == (source, index)) or tuple(o for o in held if o[0] is not source)
+    if fused:
+        return read
+    if is_view(node):
+        return owners[node.args[0]]  # type: ignore[index]
+    if (written := _written_argument(node)) is not None:
+        return owners[written]
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple((node, i) for i, v in enumerate(value) if isinstance(v, Tensor))
+    return ((node, 0),) if isinstance(value, Tensor) else ()
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result is a view of its first argument."""
+    target = node.target
+    viewing = target in _VIEWS or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    return viewing and bool(node.args) and isinstance(node.args[0], fx.Node)
+
+
+def _written_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place operator returns."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                return value
+    return None
+
+
+def _bytes(node: fx.Node, index: int, formula: Callable[[Any], sympy.Expr]) -> sympy.Expr:
+    value = node.meta["val"]
+    return tensor_bytes(value[index] if isinstance(value, (tuple, list)) else value, formula)
+
+
+def tensor_bytes(value: Tensor, formula: Callable[[Any], sympy.Expr]) -> sympy.Expr:
+    """Bytes of a dense tensor's storage; a dimension of stride 0 is stored once."""
+    sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride != 0]
+    return sympy.Mul(value.element_size(), *(formula(size) for size in sizes))
