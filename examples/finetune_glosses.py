@@ -13,6 +13,7 @@ import gzip
 import importlib.util
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,10 @@ def fine_tune(
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder(), num_labels=classes).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    warm_up = args.warm_up * args.steps
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / max(1, warm_up), (args.steps - step) / max(1, args.steps - warm_up))
+    )
     batches = train.batches(args.batch, seed)
     example = next(train.batches(args.batch, seed))
     name = "full" if budget is None else f"flops={budget}"
@@ -109,7 +114,7 @@ def fine_tune(
         step = graphopt.optimize(model, example, budget=budget, optimizer=optimizer)
         controller = graphopt.SelectionController(step, optimizer, every=args.reselect)
         flops = step.report.step_flops
-    losses, curve, train_seconds, first_step = [], [], time.perf_counter() - start, 0.0
+    losses, curve, seconds = [], [], [time.perf_counter() - start]
     task = bar.add_task(f"{name} seed {seed}", total=args.steps)
     for i in range(1, args.steps + 1):
         batch = next(batches)
@@ -118,10 +123,10 @@ def fine_tune(
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
         if controller is not None:
             controller.after_step(batch)
-        train_seconds += time.perf_counter() - start
-        first_step = first_step or train_seconds
+        seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         if i % args.evaluate == 0 or i == args.steps:
             curve.append((i, accuracy(model, validation)))
@@ -132,9 +137,9 @@ def fine_tune(
         "flops_per_step": flops,
         "losses": losses,
         "accuracy": curve,
-        "seconds": train_seconds,
-        "seconds_until_first_step": first_step,
-        "seconds_per_step": (train_seconds - first_step) / max(1, args.steps - 1),
+        "seconds": sum(seconds),
+        "seconds_until_first_step": sum(seconds[:2]),
+        "seconds_per_step": statistics.median(seconds[2:] or seconds),
     }
     if budget is not None:
         result["report"] = step.report.to_dict()
@@ -200,12 +205,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=32, help="tokens per definition")
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=3e-4, help="peak of the learning rate, which then falls linearly to 0")
+    parser.add_argument("--warm-up", type=float, default=0.1, help="fraction of the steps in which it rises")
     parser.add_argument("--budget", type=float, default=0.5, help="fraction of full training's FLOPs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--evaluate", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--reselect", type=int, default=1250, help="steps between selections (an epoch is 1250)")
-    parser.add_argument("--validation-rows", type=int, default=2000)
+    parser.add_argument("--validation-rows", type=int, default=5000)
     parser.add_argument("--out", type=Path, default=Path("out/glosses"))
     args = parser.parse_args(argv)
 
@@ -215,13 +221,13 @@ def main(argv: list[str] | None = None) -> None:
     labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
     train = Glosses("train", labels, args.length)
     validation = Glosses("validation", labels, args.length, args.validation_rows)
-    results = []
+    results: list[dict] = []
+    args.out.mkdir(parents=True, exist_ok=True)
     with Progress(console=console) as bar:
         for seed in args.seeds:
             for budget in (None, args.budget):
                 results.append(fine_tune(args, budget, seed, train, validation, len(labels), bar))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "results.json").write_text(json.dumps(results, indent=1))
+                (args.out / "results.json").write_text(json.dumps(results, indent=1))
     plot(results, args.out / "curves.png")
     for r in results:
         console.print(f"{r['run']}, seed {r['seed']}: " + ", ".join(f"{step}: {value:.1%}" for step, value in r["accuracy"]))

@@ -33,13 +33,13 @@ POINTWISE = frozenset(
         aten.slice_scatter,
         aten.where,
         prims.convert_element_type,
-        prims.fma,
-        prims.inductor_lookup_seed,
-        prims.inductor_random,
         prims.iota,
     }
 )
 """Inlined like pointwise operators, though torch does not tag them so."""
+
+INDUCTOR_POINTWISE = frozenset({"prims.fma", "prims.inductor_lookup_seed", "prims.inductor_random"})
+"""The same, registered only once Inductor is loaded."""
 
 REDUCTIONS = frozenset(
     {
@@ -55,7 +55,6 @@ REDUCTIONS = frozenset(
         aten.prod,
         aten.sum,
         aten.var_mean,
-        prims.xor_sum,
     }
 )
 """Loops whose result is stored."""
@@ -81,7 +80,7 @@ def fused_nodes(module: fx.GraphModule) -> set[fx.Node]:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether Inductor can compute each element where it is read."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    if packet in POINTWISE:
+    if packet in POINTWISE or str(packet) in INDUCTOR_POINTWISE:
         return True
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 

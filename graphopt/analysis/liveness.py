@@ -33,7 +33,6 @@ class Storage:
         index: which of the node's results.
         size: bytes, an expression of the graph's own symbols.
         born, last_read: positions among the graph's call nodes; `last_read` is `born` if nothing reads it.
-        returned: the graph returns it, or a view of it: it outlives the graph.
     """
 
     node: fx.Node
@@ -41,7 +40,15 @@ class Storage:
     size: sympy.Expr
     born: int
     last_read: int
-    returned: bool
+
+    @property
+    def owner(self) -> Owner:
+        """What identifies the storage within its graph."""
+        return self.node, self.index
+
+
+Owner = tuple[fx.Node, int]
+"""A storage by the node that made it and the index among its results; placeholders own theirs."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +59,13 @@ class GraphLiveness:
         nodes: the call nodes in order; positions count them.
         storages: made by those nodes.
         inputs: last position at which each placeholder, or a view of it, is read; -1 if never.
-        returned_inputs: placeholders that the graph returns, as they are or as a view.
+        outputs: per output of the graph, the storages that it lies in; none for a constant.
     """
 
     nodes: tuple[fx.Node, ...]
     storages: tuple[Storage, ...]
     inputs: dict[str, int]
-    returned_inputs: frozenset[str]
-
-
-Owner = tuple[fx.Node, int]
-"""A storage by the node that made it and the index among its results."""
+    outputs: tuple[tuple[Owner, ...], ...]
 
 
 def liveness(
@@ -94,20 +97,14 @@ def liveness(
             for owner in owners[node]:
                 if owner[0] is node:
                     born[owner] = last[owner] = position
-    outputs = [n for n in output_list(module) if isinstance(n, fx.Node)]
-    returned = {owner for n in outputs for owner in owners[n]}
     storages = tuple(
-        Storage(node, index, size, born[node, index], last[node, index], (node, index) in returned)
+        Storage(node, index, size, born[node, index], last[node, index])
         for node, index in born
         if (size := _bytes(node, index, formula)) != 0
     )
-    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-    return GraphLiveness(
-        calls,
-        storages,
-        {n.name: last[n, 0] for n in placeholders},
-        frozenset(n.name for n in placeholders if (n, 0) in returned),
-    )
+    inputs = {n.name: last[n, 0] for n in module.graph.nodes if n.op == "placeholder"}
+    outputs = tuple(owners[n] if isinstance(n, fx.Node) else () for n in output_list(module))
+    return GraphLiveness(calls, storages, inputs, outputs)
 
 
 def _unique(owners: Iterable[Owner]) -> tuple[Owner, ...]:
