@@ -309,6 +309,7 @@ def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, deco
     Args:
         decompose: also rewrite operators to those that Inductor lowers.
     """
+    import torch._inductor.lowering  # decompositions look things up there without importing it
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
 

@@ -59,10 +59,10 @@ def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: CompiledSt
         yield f"{stage}_{rewrite.name}.diff", unified_diff(before, after, rewrite.name)
         before = after
     if step is not None:
-        yield f"{stage + 1}_forward.py", _readable_module(step.lowered.forward_graph, f"batch {step.graph.batch_size}")
+        yield f"{stage + 1}_forward.py", _readable_module(step.lowered.halves.forward, f"batch {step.graph.batch_size}")
         yield (
             f"{stage + 1}_backward.py",
-            _readable_module(step.lowered.backward_graph, f"batch {step.graph.batch_size}"),
+            _readable_module(step.lowered.halves.backward, f"batch {step.graph.batch_size}"),
         )
     yield "blocks.svg", block_picture(graph, current)
     yield "report.json", json.dumps(report.to_dict(), indent=2) + "\n"

@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from graphopt import compat
 from graphopt.errors import GraphoptError
-from graphopt.graph import TrainingGraph, remove_dead_nodes
-from graphopt.tangents import without_tangents
+from graphopt.graph import TrainingGraph
+from graphopt.partition import Halves, split
 
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
@@ -28,12 +28,11 @@ class Lowered:
     """A compiled training step.
 
     Attributes:
-        forward_graph, backward_graph: the partitioned graphs that were compiled.
+        halves: the partitioned graphs that were compiled.
         run: `(flat graph inputs) -> flat model outputs`, differentiable.
     """
 
-    forward_graph: fx.GraphModule
-    backward_graph: fx.GraphModule
+    halves: Halves
     run: Callable[[Sequence[Any]], list[Any]]
 
 
@@ -45,22 +44,21 @@ def check_backend(backend: Backend) -> None:
 
 def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
     """Partition and compile a static graph (see `specialise`, with `decompose=True` for Inductor)."""
-    kinds = [desc.kind for desc in graph.outputs]
-    num_forward = sum(kind in ("mutation", "output", "base") for kind in kinds)
-    static = [i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer")]
-    inductor = backend == "inductor"
     layout = _Layout.of(graph)
-    forward, backward = compat.partition(graph.module, num_forward, static, inductor)
-    for half in (forward, backward):
-        remove_dead_nodes(half)
-    if inductor:
-        num_mutations = kinds.count("mutation")
-        run = compat.compile_inductor_forward(forward, backward, num_mutations, num_forward - num_mutations, static)
+    halves = split(graph, inductor=backend == "inductor")
+    if backend == "inductor":
+        run = compat.compile_inductor_forward(
+            halves.forward,
+            halves.backward,
+            halves.num_mutations,
+            halves.num_forward - halves.num_mutations,
+            halves.static_inputs,
+        )
     else:
-        run = _boxed(forward, backend)
-    runner = _Runner(layout, run, _Backwards(backward, layout.tangents, backend))
-    runner.backwards.compile_for(layout.expected)
-    return Lowered(forward, backward, runner)
+        run = _boxed(halves.forward, backend)
+    backwards = _Backwards(halves, layout.tangents, backend)
+    backwards.compile_for(halves.expected)
+    return Lowered(halves, _Runner(layout, run, backwards))
 
 
 def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Sequence[Any]]:
@@ -113,7 +111,6 @@ class _Layout:
         aliases: see `OutputAlias`, per output.
         strides: per input, the memory layout that the graph was traced with.
         tangents: by placeholder name, what the backward expects.
-        expected: results that training most likely differentiates: the loss, if the first is a scalar; else all.
         gradients: (index among the backward's results, input position) of every gradient that is computed.
     """
 
@@ -123,7 +120,6 @@ class _Layout:
     aliases: tuple[compat.OutputAlias, ...]
     strides: tuple[tuple[int, ...], ...]
     tangents: dict[str, _Tangent]
-    expected: frozenset[int]
     gradients: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -149,42 +145,31 @@ class _Layout:
                 if desc.kind != "tangent"
             ),
             tangents=tangents,
-            expected=_expected(tangents.values()),
             gradients=tuple((k, graph.inputs.index(d.target)) for k, (d, node) in enumerate(returned) if node is not None),
         )
-
-
-def _expected(tangents: Iterable[_Tangent]) -> frozenset[int]:
-    first = min(tangents, key=lambda t: t.result, default=None)
-    if first is not None and first.shape == ():
-        return frozenset({first.result})
-    return frozenset(t.result for t in tangents)
 
 
 class _Backwards:
     """The backward, compiled once for every set of results whose gradient has come."""
 
-    def __init__(self, graph: fx.GraphModule, tangents: dict[str, _Tangent], backend: Backend) -> None:
-        self.graph = graph
+    def __init__(self, halves: Halves, tangents: dict[str, _Tangent], backend: Backend) -> None:
+        self.halves = halves
+        self.tangents = [tangents[name] for name in halves.tangents]
         self.backend = backend
-        # The backward takes what the forward saved, then those tangents that it reads.
-        taken = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-        self.tangents = {name: tangents[name] for name in taken if name in tangents}
         self.variants: dict[frozenset[int], compat.Compiled] = {}
 
     def compile_for(self, results: Iterable[int]) -> compat.Compiled:
         """The backward for when exactly `results` have a gradient."""
-        present = frozenset(t.result for t in self.tangents.values()).intersection(results)
+        present = frozenset(t.result for t in self.tangents).intersection(results)
         if present not in self.variants:
-            absent = [name for name, t in self.tangents.items() if t.result not in present]
-            graph = without_tangents(self.graph, absent)
+            graph = self.halves.backward_for(present)
             inductor = self.backend == "inductor"
             self.variants[present] = compat.compile_inductor_backward(graph) if inductor else _boxed(graph, self.backend)
         return self.variants[present]
 
     def __call__(self, saved: list[Any], gradients: Sequence[Tensor | None]) -> Sequence[Any]:
         """Gradients of the parameters and inputs; empties `saved`."""
-        for t in self.tangents.values():
+        for t in self.tangents:
             gradient = gradients[t.result]
             if gradient is not None:
                 saved.append(_laid_out(gradient, t.stride))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from graphopt import compat
 from graphopt.errors import PassError
@@ -43,10 +43,29 @@ def specialise(graph: TrainingGraph, batch_size: int, decompose: bool = False) -
         raise PassError(f"the captured graph is not valid for a batch of {batch_size}; capture the model again.")
     fake_mode = compat.new_fake_mode()
     module = compat.retrace(graph.module, concrete_inputs(graph, batch_size, fake_mode), fake_mode, decompose)
-    # The partitioner tells inputs from tangents by these names.
+    _name_placeholders(graph, module)
+    return replace(graph, module=module, symbols=frozenset(), batch_size=batch_size, guards=(), minimum_batch=1)
+
+
+def symbolic(graph: TrainingGraph, decompose: bool = False) -> TrainingGraph:
+    """A copy of `graph` that can be partitioned as `specialise`'s can, with shapes still in terms of `B`.
+
+    Args:
+        decompose: see `specialise`.
+    """
+    if decompose:
+        values = [node.meta["val"] for node in graph.placeholders]
+        module = compat.retrace(graph.module, values, compat.fake_mode_of(values), decompose)
+    else:
+        module = graph.clone().module
+    _name_placeholders(graph, module)
+    return replace(graph, module=module, notes=list(graph.notes))
+
+
+def _name_placeholders(graph: TrainingGraph, module: fx.GraphModule) -> None:
+    """The partitioner tells inputs from tangents by these names."""
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for position, (desc, node) in enumerate(zip(graph.inputs, placeholders, strict=True)):
         node.name = node.target = f"{'tangents' if desc.kind == 'tangent' else 'primals'}_{position + 1}"
         node.meta.pop("partitioner_tag", None)
     module.recompile()
-    return replace(graph, module=module, symbols=frozenset(), batch_size=batch_size, guards=(), minimum_batch=1)

@@ -29,7 +29,7 @@ def test_compiled_training_follows_eager_training_of_the_same_tensors(name: str)
     step = opt.last_step
     assert step is not None
     compiled = sum(
-        node_flops(node) for graph in (step.lowered.forward_graph, step.lowered.backward_graph) for node in graph.graph.nodes
+        node_flops(node) for graph in (step.lowered.halves.forward, step.lowered.halves.backward) for node in graph.graph.nodes
     )
     assert compiled <= flops.forward + flops.cost(opt.selected)
 

@@ -1,0 +1,192 @@
+"""What an optimizer holds between steps and what its step allocates on top, per parameter.
+
+torch.optim's own optimizers are run on fake tensors, so that their states, and the temporaries of their loop, foreach and fused
+forms, are those of the installed release. 8-bit optimizers and master weights follow their published layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt import compat
+from graphopt.analysis.recording import Recording
+from graphopt.errors import InputError
+
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **options: torch.optim.SGD(p, lr=1e-3, **options),
+    "momentum": lambda p, **options: torch.optim.SGD(p, lr=1e-3, momentum=0.9, **options),
+    "adam": lambda p, **options: torch.optim.Adam(p, lr=1e-3, **options),
+    "adamw": lambda p, **options: torch.optim.AdamW(p, lr=1e-3, **options),
+    "adafactor": lambda p, **options: torch.optim.Adafactor(p, lr=1e-3, **options),
+}
+_FORMS = ("loop", "foreach", "fused")
+_EIGHT_BIT = {"momentum8bit": 1, "adam8bit": 2, "adamw8bit": 2}
+
+EIGHT_BIT_BLOCK = 256
+"""Elements that share one float32 scale in a block-wise 8-bit state (bitsandbytes' block size)."""
+
+EIGHT_BIT_MINIMUM = 4096
+"""Tensors with fewer elements keep float32 states (bitsandbytes' `min_8bit_size`)."""
+
+
+@dataclass(frozen=True)
+class Temporary:
+    """A storage that exists during some of the optimizer's operators only; positions count those."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    born: int
+    last: int
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """What an optimizer adds to a step.
+
+    Attributes:
+        name: as it was asked for.
+        states: (parameter, state, bytes) of everything it holds between steps.
+        operators: what its step runs, in order.
+        temporaries: what that allocates and releases again.
+    """
+
+    name: str
+    states: tuple[tuple[str, str, int], ...] = ()
+    operators: tuple[str, ...] = ()
+    temporaries: tuple[Temporary, ...] = ()
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained parameter: name, shape, dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def optimizer_names() -> str:
+    """The names that are accepted, for messages."""
+    forms = ", ".join(f"-{form}" for form in _FORMS)
+    return f"{', '.join([*_FACTORIES, *_EIGHT_BIT])}; the torch.optim ones also with {forms}"
+
+
+def optimizer_memory(
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer | None,
+    parameters: Sequence[Trained],
+    device: torch.device,
+    master_weights: bool = False,
+) -> OptimizerMemory:
+    """States and temporaries of an optimizer, without allocating either.
+
+    Args:
+        optimizer: a name such as "adamw" or "adamw-foreach" (torch's default form for the device without a suffix), a
+            function from parameters to an optimizer, an optimizer whose type and defaults are to be taken, or None.
+        master_weights: half-precision parameters have float32 copies that the optimizer steps, with float32 states; their
+            gradients are copied to float32 for it.
+    Raises:
+        InputError: an unknown name, or an optimizer that cannot be built or stepped on fake tensors.
+    """
+    if optimizer is None:
+        return OptimizerMemory("none")
+    masters: list[tuple[str, str, int]] = []
+    if master_weights:
+        half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
+        masters = [(p.name, "float32 master copy", 4 * _numel(p)) for p in half]
+        parameters = [Trained(p.name, p.shape, torch.float32) if p in half else p for p in parameters]
+    if isinstance(optimizer, str) and optimizer in _EIGHT_BIT:
+        return OptimizerMemory(optimizer, (*masters, *_eight_bit_states(parameters, _EIGHT_BIT[optimizer])))
+    name, factory = _factory(optimizer, device)
+    found = _recorded(name, factory, parameters, device)
+    shift = len(masters)
+    operators = (*(f"float32 gradient of {p}" for p, _, _ in masters), *found.operators)
+    upcast = [Temporary(operators[i], (), "torch.float32", size, i, len(operators) - 1) for i, (_, _, size) in enumerate(masters)]
+    shifted = [replace(t, born=t.born + shift, last=t.last + shift) for t in found.temporaries]
+    return OptimizerMemory(name, (*masters, *found.states), operators, (*upcast, *shifted))
+
+
+def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactory]:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind, defaults = type(optimizer), dict(optimizer.defaults)
+        return kind.__name__, lambda p: kind(p, **defaults)
+    if callable(optimizer):
+        return getattr(optimizer, "__name__", "optimizer"), optimizer
+    base, _, form = optimizer.partition("-") if isinstance(optimizer, str) else ("", "", "")
+    if base not in _FACTORIES or (form and form not in _FORMS) or (base == "adafactor" and form == "fused"):
+        raise InputError(f"unknown optimizer {optimizer!r}: use {optimizer_names()}.")
+    form = form or ("foreach" if device.type == "cuda" and base != "adafactor" else "loop")
+    options = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[form]
+    return optimizer, lambda p: _FACTORIES[base](p, **options)
+
+
+def _recorded(name: str, factory: OptimizerFactory, parameters: Sequence[Trained], device: torch.device) -> OptimizerMemory:
+    """The second step of a real optimizer on fake parameters; the first one makes the states."""
+    with compat.new_fake_mode():
+        fakes = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)) for p in parameters]
+        for fake in fakes:
+            fake.grad = torch.empty_like(fake)
+        try:
+            optimizer = factory(fakes)
+            optimizer.step()
+            recording = Recording()
+            recording.ignore(_tensors([fakes, [f.grad for f in fakes], optimizer.state]))
+            with recording:
+                optimizer.step()
+        except Exception as error:
+            raise InputError(
+                f"the memory of {name} cannot be found by a trial on fake tensors ({type(error).__name__}: {error}). Pass "
+                f"optimizer= one of {optimizer_names()}."
+            ) from error
+        states = tuple(
+            (p.name, key, value.untyped_storage().nbytes())
+            for p, fake in zip(parameters, fakes, strict=True)
+            for key, value in optimizer.state.get(fake, {}).items()
+            if isinstance(value, Tensor)
+        )
+        end = len(recording.operators) - 1
+        temporaries = tuple(
+            Temporary(s.operator, s.shape, s.dtype, s.size, s.born, end if s.last is None else s.last)
+            for s in recording.storages
+            if s.size
+        )
+    return OptimizerMemory(name, states, tuple(recording.operators), temporaries)
+
+
+def _eight_bit_states(parameters: Sequence[Trained], count: int) -> Iterable[tuple[str, str, int]]:
+    """Block-wise 8-bit states (Dettmers et al., 2022): a byte per element, a float32 scale per block."""
+    for p in parameters:
+        elements = _numel(p)
+        small = elements < EIGHT_BIT_MINIMUM
+        size = 4 * elements if small else elements + 4 * -(-elements // EIGHT_BIT_BLOCK)
+        for i in range(count):
+            yield p.name, f"state {i + 1}{'' if small else ', 8 bit'}", size
+
+
+def _numel(parameter: Trained) -> int:
+    count = 1
+    for size in parameter.shape:
+        count *= size
+    return count
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            stack.extend(value)
+    return found

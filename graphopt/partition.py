@@ -1,0 +1,64 @@
+"""The forward and the backward graph that a joint graph is split into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphopt import compat
+from graphopt.graph import TrainingGraph, remove_dead_nodes
+from graphopt.tangents import without_tangents
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A partitioned joint graph.
+
+    Attributes:
+        forward: returns updated buffers, the model's outputs and their bases, then what it saves.
+        backward: takes what was saved and the tangents that it reads; returns gradients.
+        num_mutations, num_forward: how many results of the forward are updated buffers, and how many are not saved tensors.
+        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
+        tangents: by placeholder of the backward, the position among the model's results that it is the gradient of.
+        expected: results that training most likely differentiates: the loss, if the first is a scalar; else all.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_mutations: int
+    num_forward: int
+    static_inputs: tuple[int, ...]
+    tangents: dict[str, int]
+    expected: frozenset[int]
+
+    def backward_for(self, results: frozenset[int]) -> fx.GraphModule:
+        """A copy of the backward for when exactly `results` have a gradient."""
+        return without_tangents(self.backward, [name for name, i in self.tangents.items() if i not in results])
+
+
+def split(graph: TrainingGraph, inductor: bool) -> Halves:
+    """Partition a joint graph that `specialise` made, or `symbolic`; its module is used up.
+
+    Args:
+        inductor: run Inductor's passes on the joint graph and let the min-cut decide what is recomputed.
+    """
+    kinds = [desc.kind for desc in graph.outputs]
+    results = [desc for desc in graph.outputs if desc.kind in ("output", "base")]
+    position = {(desc.kind, desc.target): i for i, desc in enumerate(results)}
+    tangents, scalars = {}, []
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind == "tangent":
+            tangents[node.name] = position[desc.target.kind, desc.target.target]
+            scalars.append(node.meta["val"].dim() == 0)
+    first = min(tangents.values(), default=None)
+    loss_first = first is not None and any(s for s, i in zip(scalars, tangents.values(), strict=True) if i == first)
+    static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
+    num_forward = kinds.count("mutation") + len(results)
+    forward, backward = compat.partition(graph.module, num_forward, static, inductor)
+    for half in (forward, backward):
+        remove_dead_nodes(half)
+    taken = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
+    read = {name: i for name, i in tangents.items() if name in taken}
+    expected = frozenset({first} if loss_first and first is not None else read.values())
+    return Halves(forward, backward, kinds.count("mutation"), num_forward, static, read, expected.intersection(read.values()))
