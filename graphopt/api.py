@@ -18,9 +18,10 @@ from graphopt.budget import Budget
 from graphopt.capture import BatchDim, as_call, capture
 from graphopt.errors import ImportanceError, InputError
 from graphopt.graph import TrainingGraph
+from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import GreenTrainer, Pass
-from graphopt.planner.importance import LossFunction, measure_importance
+from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.variants import Variants

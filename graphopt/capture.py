@@ -119,7 +119,7 @@ def batch_size_of(inputs: FlatInputs, dims: Sequence[int | None]) -> int | None:
     return next(iter(sizes.values()), None)
 
 
-class _Call(nn.Module):
+class Call(nn.Module):
     """`model` as a function of flat tensors: what Dynamo traces."""
 
     def __init__(self, model: nn.Module, inputs: FlatInputs) -> None:
@@ -130,6 +130,7 @@ class _Call(nn.Module):
         self._spec = inputs.spec
 
     def forward(self, *tensors: Tensor) -> Any:
+        """The model's output for these tensor leaves."""
         leaves = list(self._constants)
         for position, tensor in zip(self._positions, tensors, strict=True):
             leaves[position] = tensor
@@ -166,7 +167,7 @@ def capture(
             "the model has no trainable parameters: set requires_grad=True on those to be trained before optimize()."
         )
     model, tensors = _without_storage(model, inputs.tensors)
-    with _unchanged_rng(tensors), _no_generation_cache(model):
+    with unchanged_rng(tensors), no_generation_cache(model):
         if batch_size is None:
             return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", straight_line)
         if batch_size == 0:
@@ -174,7 +175,7 @@ def capture(
         reason = ""
         for repeats in _repeats(model, tensors, dims, batch_size):
             try:
-                return _trace(model, inputs, _tiled(tensors, dims, repeats), dims, batch_size, None)
+                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None)
             except compat.BatchSpecialised as error:
                 reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
         return _trace(model, inputs, tensors, dims, batch_size, reason)
@@ -215,7 +216,7 @@ def _trace(
         for tensor, dim in zip(tensors, dims, strict=True):
             if dim is not None:
                 compat.mark_batch_symbolic(tensor, dim)
-    call = _Call(model, inputs)
+    call = Call(model, inputs)
     traced = call if straight_line else compat.dynamo_capture(call, tensors)
     with contextlib.ExitStack() as stack:
         try:
@@ -307,7 +308,8 @@ def _repeats(model: nn.Module, tensors: Sequence[Tensor], dims: Sequence[int | N
     return [distinct] if batch_size == 1 else [1, distinct]
 
 
-def _tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) -> list[Tensor]:
+def tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) -> list[Tensor]:
+    """The tensors with their batch repeated `repeats` times."""
     if repeats == 1:
         return list(tensors)
     with torch.no_grad():
@@ -316,11 +318,16 @@ def _tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) 
 
 def _without_storage(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
     """Meta tensors trace without a backward: replace them by fake ones (shapes without memory) on the CPU."""
-    held = [*model.parameters(), *model.buffers()]
-    mode = compat.fake_mode_of([*held, *tensors])
-    if mode is None and not any(t.is_meta for t in (*held, *tensors)):
+    held = [*model.parameters(), *model.buffers(), *tensors]
+    if compat.fake_mode_of(held) is None and not any(t.is_meta for t in held):
         return model, tensors
-    mode = mode or compat.new_fake_mode()
+    return fake_copy(model, tensors)
+
+
+def fake_copy(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    """A copy of the model and its inputs on fake tensors, of one fake mode; meta tensors become fake CPU tensors."""
+    held = [*model.parameters(), *model.buffers()]
+    mode = compat.fake_mode_of([*held, *tensors]) or compat.new_fake_mode()
     memo: dict[int, Any] = {}
     with mode:
 
@@ -344,14 +351,15 @@ def _without_storage(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Mo
 
 
 @contextlib.contextmanager
-def _unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
+def unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Leave the random state of the CPU and of the tensors' devices as it was."""
     devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda" and torch.cuda.is_available()})
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 @contextlib.contextmanager
-def _no_generation_cache(model: nn.Module) -> Iterator[None]:
+def no_generation_cache(model: nn.Module) -> Iterator[None]:
     """Generative models return a key and value cache unless told not to; training has no use for it."""
     held: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs = {id(config): config for config in held if getattr(config, "use_cache", False)}

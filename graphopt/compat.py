@@ -13,7 +13,7 @@ import builtins
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,6 +301,52 @@ def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+
+
+_KNOWN_VALUES_LIMIT = 2**24
+"""Elements up to which a fake tensor of integers or booleans keeps its values."""
+
+
+@contextlib.contextmanager
+def known_integer_values() -> Iterator[None]:
+    """Fake tensors of integers and booleans that come from `fake_with_values` keep their values through operators."""
+    from torch._subclasses import fake_tensor
+
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN_VALUES_LIMIT
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+
+
+def fake_with_values(fake: Tensor, real: Tensor) -> Tensor:
+    """`fake`, knowing the values of `real` if it holds integers or booleans; see `known_integer_values`."""
+    if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= _KNOWN_VALUES_LIMIT:
+        fake.constant = real.detach().clone()  # type: ignore[attr-defined]
+    return fake
+
+
+def remember_values(result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Give a fake tensor that a factory such as `arange` made its values, if they are integers or booleans."""
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    plain = isinstance(result, FakeTensor) and not (result.is_floating_point() or result.is_complex())
+    if plain and result.constant is None and func in _FACTORIES and result.numel() <= _KNOWN_VALUES_LIMIT:
+        with unset_fake_temporarily():
+            result.constant = func(*args, **{**kwargs, "device": "cpu"})
+
+
+_FACTORIES = frozenset(
+    {
+        torch.ops.aten.arange.default,
+        torch.ops.aten.arange.start,
+        torch.ops.aten.arange.start_step,
+        torch.ops.aten.full.default,
+        torch.ops.aten.ones.default,
+        torch.ops.aten.zeros.default,
+    }
+)
 
 
 def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, decompose: bool) -> fx.GraphModule:

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphopt import compat
+
 
 @dataclass
 class RecordedStorage:
@@ -67,6 +69,7 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        compat.remember_values(result, func, args, kwargs or {})
         new = []
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -98,4 +101,4 @@ class Recording(TorchDispatchMode):
 
 def _is_bookkeeping(func: Any) -> bool:
     """Operators that only look at a tensor or make a view of it."""
-    return isinstance(func, torch._ops.OpOverload) and func.is_view
+    return isinstance(func, torch._ops.OpOverload) and (func.is_view or func.namespace == "prim")

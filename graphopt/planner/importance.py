@@ -15,14 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphopt.errors import ImportanceError
-
-LossFunction = Callable[[Any], Tensor]
-"""From the model's output to a scalar loss."""
-
-_PROBE_SEED = 0x6772
+from graphopt.loss import LossFunction, scalar_loss
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ def measure_importance(
     parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
     with _on_copies(model, parameters.values()) as run:
         output = run(args, kwargs)
-        value, source = _scalar(output, loss)
+        value, source = scalar_loss(output, loss)
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     if optimizer is None:
         source += ", plain SGD"
@@ -129,25 +124,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _finite(value: float) -> bool:
     return value == value and abs(value) != float("inf")
-
-
-def _scalar(output: Any, loss: LossFunction | None) -> tuple[Tensor, str]:
-    if loss is not None:
-        return loss(output), "the given loss"
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if own is None and isinstance(output, (tuple, list)) and output:
-        own = output[0]
-    if own is None:
-        own = output
-    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
-        return own.sum(), "the model's own loss"
-    outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-    if not outputs:
-        raise ImportanceError("the model's output does not require a gradient: pass labels, or loss=.")
-    generator = torch.Generator().manual_seed(_PROBE_SEED)
-    probes = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
-    total = torch.stack([(t * probe).sum().float() for t, probe in zip(outputs, probes, strict=True)]).sum()
-    return total, "sensitivity of the outputs (no scalar loss among them: pass loss= for the real one)"
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.capture import as_call
 from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
-from graphopt.planner.importance import LossFunction, measure_importance
+from graphopt.loss import LossFunction
+from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, reachable, select_tensors
 from graphopt.report.summary import Report
 from graphopt.runtime.variants import CompiledStep, Variants

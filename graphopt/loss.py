@@ -1,0 +1,45 @@
+"""The scalar that training differentiates, from whatever a model returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphopt.errors import ImportanceError
+
+LossFunction = Callable[[Any], Tensor]
+"""From the model's output to a scalar loss."""
+
+_PROBE_SEED = 0x6772
+
+
+def scalar_loss(output: Any, loss: LossFunction | None = None) -> tuple[Tensor, str]:
+    """The scalar to differentiate, and where it is from.
+
+    Args:
+        output: of the model.
+        loss: scalar from the output; by default the output's own loss, or the output where it is a scalar. A model that has
+            none is probed with random output gradients.
+    Raises:
+        ImportanceError: no output requires a gradient.
+    """
+    if loss is not None:
+        return loss(output), "the given loss"
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if own is None and isinstance(output, (tuple, list)) and output:
+        own = output[0]
+    if own is None:
+        own = output
+    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+        return own.sum(), "the model's own loss"
+    outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    if not outputs:
+        raise ImportanceError("the model's output does not require a gradient: pass labels, or loss=.")
+    generator = torch.Generator().manual_seed(_PROBE_SEED)
+    probes = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
+    total = torch.stack([(t * probe).sum().float() for t, probe in zip(outputs, probes, strict=True)]).sum()
+    return total, "sensitivity of the outputs (no scalar loss among them: pass loss= for the real one)"
