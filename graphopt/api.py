@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from graphopt import compat
+from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.memory import MemoryProfile
+from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.paper_rules import PaperProfile, paper_profile
+from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.capture import BatchDim, as_call, capture
 from graphopt.errors import ImportanceError, InputError
@@ -109,6 +114,16 @@ class Analysis:
     flops: FlopProfile | PaperProfile
     graph: TrainingGraph
     device: str
+    _measure_memory: Callable[[], MemoryProfile] = field(repr=False, compare=False)
+
+    @cached_property
+    def memory(self) -> MemoryProfile:
+        """Bytes of a step as a timeline; found when first asked for.
+
+        Raises:
+            InputError, CaptureError: see `step_memory` and `eager_memory`.
+        """
+        return self._measure_memory()
 
 
 def analyze(
@@ -117,25 +132,52 @@ def analyze(
     *,
     cost: Literal["exact", "paper"] = "exact",
     batch_dim: BatchDim = 0,
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = "adamw",
+    accumulation: int = 1,
+    master_weights: bool = False,
+    keep_outputs: bool = False,
+    loss: LossFunction | None = None,
 ) -> Analysis:
-    """Count the FLOPs of a training step, without compiling or changing anything.
+    """Count the FLOPs and bytes of a training step, without compiling, allocating or changing anything.
 
     Args:
         model: its weights may be real, fake, or on the meta device.
         example_inputs: as for `optimize`.
         cost: "exact" counts the operators of the graph; "paper" applies GreenTrainer's own rules per tensor.
         batch_dim: as for `optimize`.
+        backend: whose memory: "inductor" and "aot_eager" as of `optimize`, "eager" for the model as it is, uncompiled.
+        optimizer: whose memory: "sgd", "momentum", "adam", "adamw", "adafactor" (torch's default form for the device, or with
+            "-loop", "-foreach", "-fused"), "momentum8bit", "adam8bit", "adamw8bit", a function from parameters to an optimizer,
+            an optimizer to take type and defaults from, or None.
+        accumulation: backward passes per optimizer step, for the memory.
+        master_weights: half-precision parameters have float32 copies that the optimizer steps.
+        keep_outputs: the caller holds all outputs until the step ends, not only the loss.
+        loss: as for `optimize`; used by the memory of "eager" alone.
     Raises:
         InputError, CaptureError, TorchVersionError: with cause and remedy.
     """
     if cost not in ("exact", "paper"):
         raise InputError(f"cost={cost!r}: use 'exact' or 'paper'.")
+    if backend not in ("inductor", "aot_eager", "eager"):
+        raise InputError(f"backend={backend!r}: use 'inductor', 'aot_eager' or 'eager'.")
+    if accumulation < 1:
+        raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
+    check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
         graph = capture(model, args, kwargs, batch_dim)
     profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
     device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
-    return Analysis(profile, graph, device)
+    options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}
+
+    def measure_memory() -> MemoryProfile:
+        if backend != "eager":
+            return step_memory(graph, backend, optimizer, **options)  # type: ignore[arg-type]
+        with _training_mode(model):
+            return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)  # type: ignore[arg-type]
+
+    return Analysis(profile, graph, device, measure_memory)
 
 
 @contextlib.contextmanager

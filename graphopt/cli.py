@@ -139,6 +139,28 @@ def bench_greentrainer(
         greentrainer.show(results, Console())
 
 
+@bench_app.command("memory")
+def bench_memory(
+    models: Annotated[str, typer.Option(help="Comma-separated: mlp, cnn, bert, gpt2, opt, llama, t5, vit; all by default.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Foretold against measured peak memory: eager and Inductor, several optimizers, with and without checkpointing."""
+    from graphopt.bench import memory
+    from graphopt.integrations.models import quiet_transformers
+
+    quiet_transformers()
+    results = memory.run(models.split(",") if models else None, Console(stderr=True))
+    text = json.dumps(results, indent=1)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    if as_json:
+        print(text)
+    else:
+        memory.show(results, Console())
+
+
 def main() -> None:
     """Entry point: graphopt's own errors and wrong usage end with one line and exit code 2."""
     try:

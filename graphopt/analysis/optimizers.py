@@ -80,6 +80,12 @@ def optimizer_names() -> str:
     return f"{', '.join([*_FACTORIES, *_EIGHT_BIT])}; the torch.optim ones also with {forms}"
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raise `InputError` unless `optimizer` is something that `optimizer_memory` takes."""
+    if optimizer is not None and not (isinstance(optimizer, str) and optimizer in _EIGHT_BIT):
+        _factory(optimizer, torch.device("cpu"))
+
+
 def optimizer_memory(
     optimizer: str | OptimizerFactory | torch.optim.Optimizer | None,
     parameters: Sequence[Trained],
@@ -112,6 +118,15 @@ def optimizer_memory(
     upcast = [Temporary(operators[i], (), "torch.float32", size, i, len(operators) - 1) for i, (_, _, size) in enumerate(masters)]
     shifted = [replace(t, born=t.born + shift, last=t.last + shift) for t in found.temporaries]
     return OptimizerMemory(name, (*masters, *found.states), operators, (*upcast, *shifted))
+
+
+def named_optimizer(name: str, device: torch.device) -> OptimizerFactory:
+    """The torch.optim optimizer that a name stands for.
+
+    Raises:
+        InputError: an unknown name.
+    """
+    return _factory(name, device)[1]
 
 
 def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactory]:

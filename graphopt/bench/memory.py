@@ -1,0 +1,185 @@
+"""`graphopt bench memory`: the foretold peak of a training step against the measured one.
+
+On the CPU the measured peak is the largest running sum of the allocator's own events (torch.profiler's memory events) during one
+step; on CUDA it is `torch.cuda.max_memory_allocated`. What exists for the whole step (parameters, states, the batch) is part of
+both: it is counted from the tensors themselves on the CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+import graphopt
+from graphopt.analysis.memory import MemoryProfile
+from graphopt.analysis.optimizers import named_optimizer
+from graphopt.bench.memory_models import MODELS
+from graphopt.errors import InputError
+
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model with a batch size, how it is run, and its optimizer."""
+
+    model: str
+    backend: Literal["eager", "inductor"]
+    optimizer: str
+    batch: int
+    checkpointing: bool = False
+
+
+CASES = (
+    Case("mlp", "eager", "sgd", 64),
+    Case("mlp", "inductor", "adamw", 64),
+    Case("cnn", "eager", "momentum", 16),
+    Case("cnn", "inductor", "adamw", 16),
+    Case("bert", "eager", "adamw", 8),
+    Case("bert", "inductor", "adamw-foreach", 8),
+    Case("gpt2", "eager", "adamw-fused", 8),
+    Case("gpt2", "inductor", "sgd", 4),
+    Case("opt", "eager", "adamw-foreach", 8),
+    Case("opt", "inductor", "adamw", 8),
+    Case("llama", "eager", "adamw", 8),
+    Case("llama", "eager", "adamw", 8, checkpointing=True),
+    Case("llama", "inductor", "adamw", 8),
+    Case("llama", "inductor", "adamw", 8, checkpointing=True),
+    Case("t5", "eager", "adafactor", 8),
+    Case("t5", "inductor", "momentum", 8),
+    Case("vit", "eager", "adamw", 16),
+    Case("vit", "inductor", "adamw", 16),
+)
+
+
+def run(models: list[str] | None, console: Console) -> dict[str, Any]:
+    """Measure every case, or those of some models.
+
+    Raises:
+        InputError: an unknown model.
+    """
+    known = list(dict.fromkeys(case.model for case in CASES))
+    unknown = sorted(set(models or ()) - set(known))
+    if unknown:
+        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(known)}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = [case for case in CASES if models is None or case.model in models]
+    rows = []
+    with Progress(console=console) as bar:
+        task = bar.add_task("measuring", total=len(chosen))
+        for case in chosen:
+            bar.update(task, description=f"{case.model}, {case.backend}")
+            rows.append(measure(case, device))
+            bar.advance(task)
+    errors = [abs(row["error"]) for row in rows]
+    return {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "rows": rows,
+        "largest_error": max(errors),
+        "mean_error": sum(errors) / len(errors),
+    }
+
+
+def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
+    """Foretold and measured peak of one case, in bytes."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, inputs = MODELS[case.model](case.batch)
+    model = model.to(torch.device(device)).train()
+    inputs = {k: v.to(device) for k, v in inputs.items()}
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    foretold: MemoryProfile = graphopt.analyze(
+        model,
+        inputs,
+        backend=case.backend,
+        optimizer=case.optimizer,
+    ).memory
+    step: Callable[..., Any] = model
+    if case.backend != "eager":
+        step = graphopt.optimize(model, inputs, backend=case.backend)
+    optimizer = named_optimizer(case.optimizer, torch.device(device))([p for p in model.parameters() if p.requires_grad])
+
+    def train() -> None:
+        step(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(WARMUP):
+        train()
+    held = _held_bytes(model, inputs, optimizer)
+    measured = _peak_on_cuda(train) if device == "cuda" else held + _peak_on_cpu(train)
+    return {
+        "model": case.model,
+        "backend": case.backend,
+        "checkpointing": case.checkpointing,
+        "optimizer": case.optimizer,
+        "batch": case.batch,
+        "foretold": foretold.peak_bytes,
+        "measured": measured,
+        "error": foretold.peak_bytes / measured - 1,
+        "error_without_static": (foretold.peak_bytes - foretold.static_bytes) / (measured - held) - 1,
+        "phase": foretold.peak_phase,
+    }
+
+
+def _held_bytes(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of everything that exists before and after a step, each storage once."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
+    tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _peak_on_cpu(train: Callable[[], None]) -> int:
+    """Largest running sum of the allocator's events during one step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train()
+    current = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            current += event.nbytes()
+            peak = max(peak, current)
+    return peak
+
+
+def _peak_on_cuda(train: Callable[[], None]) -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    train()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    table = Table(title=f"peak memory of one training step, torch {results['torch']}, {results['device']}")
+    for column in ("model", "run by", "optimizer", "batch", "foretold MB", "measured MB", "error", "without static", "peak in"):
+        table.add_column(column, justify="left" if column in ("model", "run by", "optimizer", "peak in") else "right")
+    for row in results["rows"]:
+        table.add_row(
+            row["model"],
+            row["backend"] + (", checkpointing" if row["checkpointing"] else ""),
+            row["optimizer"],
+            str(row["batch"]),
+            f"{row['foretold'] / 1e6:.3f}",
+            f"{row['measured'] / 1e6:.3f}",
+            f"{row['error']:+.2%}",
+            f"{row['error_without_static']:+.2%}",
+            row["phase"],
+        )
+    console.print(table)
+    count = len(results["rows"])
+    console.print(f"largest error {results['largest_error']:.2%}, mean {results['mean_error']:.2%}, over {count} cases")
