@@ -147,7 +147,7 @@ def analyze(
         cost: "exact" counts the operators of the graph; "paper" applies GreenTrainer's own rules per tensor.
         batch_dim: as for `optimize`.
         backend: whose memory: "inductor" and "aot_eager" as of `optimize`, "eager" for the model as it is, uncompiled.
-        optimizer: whose memory: "sgd", "momentum", "adam", "adamw", "adafactor" (torch's default form for the device, or with
+        optimizer: whose memory: "sgd", "momentum", "adam", "adamw" (torch's default form for the device, or with
             "-loop", "-foreach", "-fused"), "momentum8bit", "adam8bit", "adamw8bit", a function from parameters to an optimizer,
             an optimizer to take type and defaults from, or None.
         accumulation: backward passes per optimizer step, for the memory.

@@ -24,6 +24,11 @@ _VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default})
 """Operators that return their argument's storage though their schema does not say so."""
 
 
+READS, READS_IF_SHARED = 8, 4
+"""A fused result is stored after all if computing it reads more tensors than this, or than that where several nodes use it
+(Inductor's `realize_acc_reads_threshold` and `realize_reads_threshold`)."""
+
+
 @dataclass(frozen=True)
 class Storage:
     """One storage that a graph makes.
@@ -72,12 +77,14 @@ def liveness(
     module: fx.GraphModule,
     formula: Callable[[Any], sympy.Expr],
     fused: Collection[fx.Node] = (),
+    copied: Collection[fx.Node] = (),
 ) -> GraphLiveness:
     """Birth and last read of every storage of a functional graph that runs in node order.
 
     Args:
         formula: from an int or symbolic int of the graph to an expression.
         fused: nodes that never have a storage; what reads them reads their inputs instead.
+        copied: views that copy all the same, because of the layout of what they view.
     """
     calls = tuple(n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
     owners: dict[fx.Node, tuple[Owner, ...]] = {}
@@ -93,7 +100,7 @@ def liveness(
             read = _unique(owner for n in node.all_input_nodes for owner in owners[n])
             for owner in read:
                 last[owner] = position
-            owners[node] = _owners(node, owners, read, node in fused)
+            owners[node] = _owners(node, owners, read, node in fused, node in copied)
             for owner in owners[node]:
                 if owner[0] is node:
                     born[owner] = last[owner] = position
@@ -111,15 +118,17 @@ def _unique(owners: Iterable[Owner]) -> tuple[Owner, ...]:
     return tuple(dict.fromkeys(owners))
 
 
-def _owners(node: fx.Node, owners: dict[fx.Node, tuple[Owner, ...]], read: tuple[Owner, ...], fused: bool) -> tuple[Owner, ...]:
+def _owners(
+    node: fx.Node, owners: dict[fx.Node, tuple[Owner, ...]], read: tuple[Owner, ...], fused: bool, copied: bool
+) -> tuple[Owner, ...]:
     """The storages that hold a node's results: its own, those of an argument, or what a fused kernel will read."""
     if node.target is operator.getitem:
         source, index = node.args
         held = owners[source]  # type: ignore[index]
         return tuple(o for o in held if o == (source, index)) or tuple(o for o in held if o[0] is not source)
-    if fused:
+    if fused and len(read) <= (READS_IF_SHARED if len(node.users) > 1 else READS):
         return read
-    if is_view(node):
+    if is_view(node) and not copied:
         return owners[node.args[0]]  # type: ignore[index]
     if (written := _written_argument(node)) is not None:
         return owners[written]

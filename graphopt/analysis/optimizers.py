@@ -24,7 +24,6 @@ _FACTORIES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda p, **options: torch.optim.SGD(p, lr=1e-3, momentum=0.9, **options),
     "adam": lambda p, **options: torch.optim.Adam(p, lr=1e-3, **options),
     "adamw": lambda p, **options: torch.optim.AdamW(p, lr=1e-3, **options),
-    "adafactor": lambda p, **options: torch.optim.Adafactor(p, lr=1e-3, **options),
 }
 _FORMS = ("loop", "foreach", "fused")
 _EIGHT_BIT = {"momentum8bit": 1, "adam8bit": 2, "adamw8bit": 2}
@@ -136,9 +135,9 @@ def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactor
     if callable(optimizer):
         return getattr(optimizer, "__name__", "optimizer"), optimizer
     base, _, form = optimizer.partition("-") if isinstance(optimizer, str) else ("", "", "")
-    if base not in _FACTORIES or (form and form not in _FORMS) or (base == "adafactor" and form == "fused"):
+    if base not in _FACTORIES or (form and form not in _FORMS):
         raise InputError(f"unknown optimizer {optimizer!r}: use {optimizer_names()}.")
-    form = form or ("foreach" if device.type == "cuda" and base != "adafactor" else "loop")
+    form = form or ("foreach" if device.type == "cuda" else "loop")
     options = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[form]
     return optimizer, lambda p: _FACTORIES[base](p, **options)
 

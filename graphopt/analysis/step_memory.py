@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.fusion import fused_nodes
+from graphopt.analysis.layouts import channels_last_nodes, copied_operands, copied_views
 from graphopt.analysis.liveness import GraphLiveness, Owner, Storage, liveness, tensor_bytes
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
@@ -60,8 +61,10 @@ class _Builder:
         self.formulas: dict[Any, sympy.Expr] = {}
         self.halves = halves
         self.backward_module = halves.backward_for(halves.expected)
-        self.forward = self._liveness(halves.forward)
-        self.backward = self._liveness(self.backward_module)
+        self.operands = copied_operands(halves.forward) if inductor else {}
+        self.forward = self._liveness(halves.forward, self.operands)
+        saved = output_list(halves.forward)[halves.num_forward :]
+        self.backward = self._liveness(self.backward_module, [n.name for n in saved if n in self.channels_last])
         self.starts = len(self.forward.nodes)
         self.ends = self.starts + len(self.backward.nodes)  # the row in which gradients are handed to the parameters
         self.blocks: list[Block] = []
@@ -96,8 +99,11 @@ class _Builder:
             self._assumptions(device, optimizing.name, accumulation, keep_outputs),
         )
 
-    def _liveness(self, module: fx.GraphModule) -> GraphLiveness:
-        return liveness(module, self._formula, fused_nodes(module) if self.inductor else ())
+    def _liveness(self, module: fx.GraphModule, channels_last: Iterable[str]) -> GraphLiveness:
+        if not self.inductor:
+            return liveness(module, self._formula)
+        self.channels_last = channels_last_nodes(module, channels_last)
+        return liveness(module, self._formula, fused_nodes(module), copied_views(module, self.channels_last))
 
     def _formula(self, value: Any) -> sympy.Expr:
         if isinstance(value, int):
@@ -136,6 +142,7 @@ class _Builder:
         for name, owners in zip(names[self.halves.num_forward :], results[self.halves.num_forward :], strict=True):
             for owner in owners:
                 saved[owner] = max(saved.get(owner, -1), self.backward.inputs.get(name, -1))
+        self._add_copied_operands(saved)
         for storage in self.forward.storages:
             category: Category = "temporary"
             last, why = storage.last_read, _read_by(self.forward, storage.last_read)
@@ -149,6 +156,20 @@ class _Builder:
                     last, why = self.starts + max(read, 0), f"saved for the backward: {_read_by(self.backward, read)}"
                 category = "saved activation"
             self._add(storage, 0, max(last, storage.last_read), category, why)
+
+    def _add_copied_operands(self, saved: dict[Owner, int]) -> None:
+        """Channels-last copies of what convolutions read; the backward gets the copy."""
+        for node in self.halves.forward.graph.nodes:
+            if node.op == "placeholder" and node.name in self.operands:
+                first, last = self.operands[node.name]
+                read = saved.get((node, 0), -1)
+                value = node.meta["val"]
+                size = tensor_bytes(value, self._formula)
+                category: Category = "saved activation" if read >= 0 else "temporary"
+                until = self.starts + read if read >= 0 else last
+                shape = tuple(self._dim(s) for s in value.shape)
+                name, why = f"channels-last copy of {node.name}", "convolutions read it, and their backward"
+                self.blocks.append(Block(name, "", shape, str(value.dtype), category, size, first, until, why))
 
     def _add_backward(self, end: int, accumulating: bool) -> None:
         """Gradients live until the step ends. One in another layout than its parameter's is copied when it is handed over."""
