@@ -87,4 +87,24 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def _reads_in_a_loop(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", node.target)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # arithmetic on sizes
     return packet in REDUCTIONS or is_pointwise(node) or is_view(node) or node.target is operator.getitem
+
+
+def kernel_spans(module: fx.GraphModule) -> list[tuple[int, int]]:
+    """For each call node, the first and last position of the kernel that it runs in.
+
+    Inductor's C++ backend puts all consecutive loops into one function.
+    """
+    calls = [n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    spans: list[tuple[int, int]] = []
+    start = 0
+    while start < len(calls):
+        end = start
+        if _reads_in_a_loop(calls[start]):
+            while end + 1 < len(calls) and _reads_in_a_loop(calls[end + 1]):
+                end += 1
+        spans += [(start, end)] * (end - start + 1)
+        start = end + 1
+    return spans

@@ -8,7 +8,7 @@ registers have no storage at all (see `fusion`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import output_list
+from graphopt.graph import BATCH
 
 aten = torch.ops.aten
+
+_TYPICAL_BATCH = 64
+"""Where a decision depends on which of two formulas is larger."""
 
 _VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default})
 """Operators that return their argument's storage though their schema does not say so."""
@@ -73,45 +77,98 @@ class GraphLiveness:
     outputs: tuple[tuple[Owner, ...], ...]
 
 
-def liveness(
-    module: fx.GraphModule,
-    formula: Callable[[Any], sympy.Expr],
-    fused: Collection[fx.Node] = (),
-    copied: Collection[fx.Node] = (),
-) -> GraphLiveness:
+@dataclass(frozen=True)
+class Kernels:
+    """How a compiler runs a graph, where it is not node by node; see `fusion` and `layouts`.
+
+    Attributes:
+        fused: nodes that have no storage unless computing them reads too much; what reads them reads their inputs instead.
+        copied: views that copy all the same, because of the layout of what they view.
+        movable: nodes that run early if that releases more than it allocates.
+        spans: for each position, the first and last position that run as one kernel: it allocates first, and frees at its end.
+    """
+
+    fused: Collection[fx.Node] = ()
+    copied: Collection[fx.Node] = ()
+    movable: Collection[fx.Node] = ()
+    spans: Sequence[tuple[int, int]] | None = None
+
+
+def liveness(module: fx.GraphModule, formula: Callable[[Any], sympy.Expr], kernels: Kernels | None = None) -> GraphLiveness:
     """Birth and last read of every storage of a functional graph that runs in node order.
 
     Args:
         formula: from an int or symbolic int of the graph to an expression.
-        fused: nodes that never have a storage; what reads them reads their inputs instead.
-        copied: views that copy all the same, because of the layout of what they view.
+        kernels: None where every node is a kernel of its own.
     """
+    kernels = kernels or Kernels()
     calls = tuple(n for n in module.graph.nodes if n.op == "call_function" and n.target is not operator.getitem)
-    owners: dict[fx.Node, tuple[Owner, ...]] = {}
-    born: dict[Owner, int] = {}
-    last: dict[Owner, int] = {}
-    position = -1
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            owners[node] = ((node, 0),)
-            last[node, 0] = -1
-        elif node.op == "call_function":
-            position += node.target is not operator.getitem
-            read = _unique(owner for n in node.all_input_nodes for owner in owners[n])
-            for owner in read:
-                last[owner] = position
-            owners[node] = _owners(node, owners, read, node in fused, node in copied)
-            for owner in owners[node]:
-                if owner[0] is node:
-                    born[owner] = last[owner] = position
-    storages = tuple(
-        Storage(node, index, size, born[node, index], last[node, index])
-        for node, index in born
-        if (size := _bytes(node, index, formula)) != 0
-    )
+    owners, read, made = _ownership(module, kernels)
+    sizes = {owner: _bytes(*owner, formula) for owner in made}
+    position = {node: i for i, node in enumerate(calls)}
+    _move_early(position, read, made, sizes, kernels.movable)
+    born = {(node, index): position[node] for node, index in made}
+    last = {**dict.fromkeys(((n, 0) for n in module.graph.nodes if n.op == "placeholder"), -1), **born}
+    for node, held in read.items():
+        for owner in held:
+            last[owner] = max(last[owner], position[node])
+    if kernels.spans is not None:
+        born = {owner: kernels.spans[p][0] for owner, p in born.items()}
+        last = {owner: kernels.spans[p][1] if p >= 0 else p for owner, p in last.items()}
+    storages = tuple(Storage(*owner, sizes[owner], born[owner], last[owner]) for owner in made if sizes[owner] != 0)
     inputs = {n.name: last[n, 0] for n in module.graph.nodes if n.op == "placeholder"}
     outputs = tuple(owners[n] if isinstance(n, fx.Node) else () for n in output_list(module))
     return GraphLiveness(calls, storages, inputs, outputs)
+
+
+def _ownership(
+    module: fx.GraphModule, kernels: Kernels
+) -> tuple[dict[fx.Node, tuple[Owner, ...]], dict[fx.Node, tuple[Owner, ...]], list[Owner]]:
+    """Per node the storages that its results lie in; per node that runs the storages that it reads; all that are made."""
+    owners: dict[fx.Node, tuple[Owner, ...]] = {}
+    read: dict[fx.Node, tuple[Owner, ...]] = {}
+    made: list[Owner] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            owners[node] = ((node, 0),)
+        elif node.op == "call_function":
+            needed = _unique(owner for n in node.all_input_nodes for owner in owners[n])
+            owners[node] = _owners(node, owners, needed, node in kernels.fused, node in kernels.copied)
+            own = [owner for owner in owners[node] if owner[0] is node]
+            made += own
+            if node.target is not operator.getitem and (own or node not in kernels.fused):
+                read[node] = needed
+    return owners, read, made
+
+
+def _move_early(
+    position: dict[fx.Node, int],
+    read: dict[fx.Node, tuple[Owner, ...]],
+    made: list[Owner],
+    sizes: dict[Owner, sympy.Expr],
+    movable: Collection[fx.Node],
+) -> None:
+    """Move nodes to where their inputs would otherwise be released, if those are larger than their result."""
+    readers: dict[Owner, list[fx.Node]] = {}
+    for node, held in read.items():
+        for owner in held:
+            readers.setdefault(owner, []).append(node)
+    for owner in made:
+        node = owner[0]
+        if node not in movable:
+            continue
+        available = max((position.get(n, -1) for n, _ in read[node]), default=-1)
+        ends = {
+            o: max((position[r] for r in readers[o] if r is not node), default=position.get(o[0], -1))
+            for o in read[node]
+            if o in sizes
+        }
+        released = {o: end for o, end in ends.items() if end < position[node]}
+        target = max([available, *released.values()], default=available)
+        if released and target < position[node]:
+            gain = sympy.Add(*(sizes[o] for o in released)) - sizes[owner]
+            if gain.subs(BATCH, _TYPICAL_BATCH) > 0:
+                position[node] = max(target, 0)
 
 
 def _unique(owners: Iterable[Owner]) -> tuple[Owner, ...]:

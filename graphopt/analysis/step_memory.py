@@ -10,9 +10,9 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.analysis.fusion import fused_nodes
+from graphopt.analysis.fusion import fused_nodes, is_pointwise, kernel_spans
 from graphopt.analysis.layouts import channels_last_nodes, copied_operands, copied_views
-from graphopt.analysis.liveness import GraphLiveness, Owner, Storage, liveness, tensor_bytes
+from graphopt.analysis.liveness import GraphLiveness, Kernels, Owner, Storage, liveness, tensor_bytes
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
 from graphopt.compat import expression, output_list
@@ -61,6 +61,7 @@ class _Builder:
         self.formulas: dict[Any, sympy.Expr] = {}
         self.halves = halves
         self.backward_module = halves.backward_for(halves.expected)
+        self.device: torch.device = graph.placeholders[0].meta["val"].device
         self.operands = copied_operands(halves.forward) if inductor else {}
         self.forward = self._liveness(halves.forward, self.operands)
         saved = output_list(halves.forward)[halves.num_forward :]
@@ -71,9 +72,7 @@ class _Builder:
 
     def profile(self, optimizer: Any, accumulation: int, master_weights: bool, keep_outputs: bool) -> MemoryProfile:
         trained = [Trained(p.name, p.shape, p.dtype) for p in self.graph.trainable]
-        parameter = next(node for node in self.graph.placeholders)
-        device = parameter.meta["val"].device
-        optimizing = optimizer_memory(optimizer, trained, device, master_weights)
+        optimizing = optimizer_memory(optimizer, trained, self.device, master_weights)
         rows = [
             *(Row(n.name, "forward") for n in self.forward.nodes),
             *(Row(n.name, "backward") for n in self.backward.nodes),
@@ -96,14 +95,21 @@ class _Builder:
             tuple(self.blocks),
             self.graph.batch_size,
             self.graph.symbolic,
-            self._assumptions(device, optimizing.name, accumulation, keep_outputs),
+            self._assumptions(optimizing.name, accumulation, keep_outputs),
         )
 
     def _liveness(self, module: fx.GraphModule, channels_last: Iterable[str]) -> GraphLiveness:
         if not self.inductor:
             return liveness(module, self._formula)
         self.channels_last = channels_last_nodes(module, channels_last)
-        return liveness(module, self._formula, fused_nodes(module), copied_views(module, self.channels_last))
+        fused = fused_nodes(module)
+        kernels = Kernels(
+            fused,
+            copied_views(module, self.channels_last),
+            {n for n in module.graph.nodes if n.op == "call_function" and is_pointwise(n) and n not in fused},
+            kernel_spans(module) if self.device.type == "cpu" else None,
+        )
+        return liveness(module, self._formula, kernels)
 
     def _formula(self, value: Any) -> sympy.Expr:
         if isinstance(value, int):
@@ -215,10 +221,10 @@ class _Builder:
     def _first_positions(self, outputs: Sequence[Iterable[Owner]]) -> set[Owner]:
         return {owner for owners in outputs for owner in owners}
 
-    def _assumptions(self, device: torch.device, optimizer: str, accumulation: int, keep_outputs: bool) -> tuple[str, ...]:
+    def _assumptions(self, optimizer: str, accumulation: int, keep_outputs: bool) -> tuple[str, ...]:
         attention = sorted({k for n in self.forward.nodes if (k := _attention_kernel(n))})
         return (
-            f"kernels as on {device.type}; attention: {', '.join(attention) or 'matrix products and softmax'}",
+            f"kernels as on {self.device.type}; attention: {', '.join(attention) or 'matrix products and softmax'}",
             "compiled by Inductor, fusion as modelled" if self.inductor else "no fusion",
             f"optimizer {optimizer}, {accumulation} backward per step, gradients released by zero_grad(set_to_none=True)",
             "outputs are held until the step ends" if keep_outputs else "of the outputs only the loss is held",
