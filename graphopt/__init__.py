@@ -1,6 +1,7 @@
 """graphopt: the same training, cheaper.
 
-`optimize` turns a model into one whose training step is compiled under a budget; `analyze` counts what a step costs.
+`optimize` turns a model into one whose training step is compiled under a budget; `analyze` counts what a step costs in
+FLOPs and bytes; `plan` says how to train on given devices.
 
 Map of the package: `api` is the pipeline; `capture`, `graph`, `specialise`, `lower` carry a model through the compiler;
 `analysis` counts, `planner` decides, `passes` rewrite, `runtime` runs; `report`, `dump`, `cli` show; `compat` holds every
@@ -8,7 +9,7 @@ non-public torch API.
 """
 
 from graphopt import errors, passes
-from graphopt.api import Analysis, analyze, optimize
+from graphopt.api import Analysis, analyze, optimize, plan
 from graphopt.budget import Budget
 from graphopt.errors import (
     BudgetError,
@@ -40,4 +41,5 @@ __all__ = [
     "errors",
     "optimize",
     "passes",
+    "plan",
 ]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from graphopt import compat
+from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.memory import MemoryProfile
@@ -27,6 +28,7 @@ from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import GreenTrainer, Pass
 from graphopt.planner.importance import measure_importance
+from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.variants import Variants
@@ -178,6 +180,51 @@ def analyze(
             return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)  # type: ignore[arg-type]
 
     return Analysis(profile, graph, device, measure_memory)
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    devices: int,
+    device_memory: int | str,
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = "adamw",
+    backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+    tensor_parallel: int | None = None,
+    context_bytes: int = CONTEXT_BYTES,
+    margin: float = MARGIN,
+    allow_within_margin: bool = False,
+    batch_dim: BatchDim = 0,
+    accumulation: int = 1,
+    master_weights: bool = False,
+) -> MemoryPlan:
+    """How to train a model on `devices` equal devices: the strategy, the batch, and what else was considered.
+
+    Args:
+        model, example_inputs, optimizer, backend, batch_dim, accumulation, master_weights: as for `analyze`.
+        devices, device_memory, tensor_parallel, context_bytes, margin, allow_within_margin: see `plan_devices`.
+    Raises:
+        BudgetError, InputError, CaptureError, TorchVersionError: with cause and remedy.
+    """
+    check_devices(devices, device_memory, tensor_parallel, margin)
+    memory = analyze(
+        model,
+        example_inputs,
+        batch_dim=batch_dim,
+        backend=backend,
+        optimizer=optimizer,
+        accumulation=accumulation,
+        master_weights=master_weights,
+    ).memory
+    return plan_devices(
+        memory,
+        devices,
+        device_memory,
+        tensor_parallel=tensor_parallel,
+        context_bytes=context_bytes,
+        margin=margin,
+        allow_within_margin=allow_within_margin,
+    )
 
 
 @contextlib.contextmanager

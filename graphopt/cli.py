@@ -26,6 +26,8 @@ app.add_typer(bench_app, name="bench")
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder or config file (never downloaded), or package.module:factory.")]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in the example batch.")]
 Length = Annotated[int, typer.Option(min=1, help="Tokens per sample, for text models.")]
+Backend = Annotated[str, typer.Option(help="Whose memory: inductor, aot_eager, or eager for the uncompiled model.")]
+Optimizer = Annotated[str, typer.Option(help="Whose states: sgd, momentum, adam, adamw, adamw8bit, ..., or none.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -36,16 +38,33 @@ def analyze(
     length: Length = 512,
     cost: Annotated[str, typer.Option(help="exact (operators of the graph) or paper (GreenTrainer's own rules).")] = "exact",
     top: Annotated[int, typer.Option(min=0, help="Tensors to list, the costliest first; 0 lists all in order.")] = 20,
+    memory: Annotated[bool, typer.Option("--memory", help="Show the peak memory and what makes it, instead of FLOPs.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="With --memory: write the timeline as a PNG here.")] = None,
+    backend: Backend = "inductor",
+    optimizer: Optimizer = "adamw",
     as_json: AsJson = False,
 ) -> None:
-    """Count the FLOPs of a training step, per tensor; allocates no weights."""
+    """Count the FLOPs of a training step per tensor, or its bytes; allocates no weights."""
     import graphopt
     from graphopt.integrations.models import load
 
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
-        flops = graphopt.analyze(loaded, inputs, cost=cost).flops  # type: ignore[arg-type]
+        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=_named(optimizer))  # type: ignore[arg-type]
+        flops = analysis.flops
+        if memory:
+            from graphopt.report.memory import memory_dict, plot_timeline, show_memory
+
+            profile, title = analysis.memory, f"{model}, batch {batch}, {backend}, {optimizer}"
+    if memory:
+        if plot is not None:
+            plot_timeline(profile, plot, title)
+        if as_json:
+            print(json.dumps({"model": model, **memory_dict(profile, top)}, indent=1))
+        else:
+            show_memory(profile, Console(), title, top)
+        return
     rows = list(flops.tensors)
     if as_json:
         figures = {"forward": flops.forward, "backward": flops.backward, "step": flops.step}
@@ -67,6 +86,53 @@ def analyze(
     console.print(
         f"forward {flops.forward / 1e9:,.3f}  backward {flops.backward / 1e9:,.3f}  step {flops.step / 1e9:,.3f} GFLOPs"
     )
+
+
+@app.command()
+def plan(
+    model: Model,
+    devices: Annotated[int, typer.Option(help="Number of equal devices.")] = 1,
+    device_memory: Annotated[str, typer.Option(help="Memory of one device, such as 24GiB.")] = "24GiB",
+    tensor_parallel: Annotated[int | None, typer.Option(help="Degree for DP+TP; else every divisor is tried.")] = None,
+    margin: Annotated[float, typer.Option(help="Share of each device that stays free.")] = 0.05,
+    allow_within_margin: Annotated[bool, typer.Option("--allow-within-margin", help="Use that share too.")] = False,
+    batch: Batch = 4,
+    length: Length = 512,
+    backend: Backend = "inductor",
+    optimizer: Optimizer = "adamw",
+    plot: Annotated[Path | None, typer.Option(help="Write the memory timeline of one device as a PNG here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how to train a model on given devices: strategy, batch and why; allocates no weights."""
+    import graphopt
+    from graphopt.integrations.models import load
+    from graphopt.planner.parallel import check_devices, plan_devices
+    from graphopt.report.memory import plan_dict, plot_timeline, show_plan
+
+    check_devices(devices, device_memory, tensor_parallel, margin)
+    console = Console(stderr=True)
+    with console.status("loading and tracing the model"):
+        loaded, inputs = load(model, batch, length, weights=False)
+        profile = graphopt.analyze(loaded, inputs, backend=backend, optimizer=_named(optimizer)).memory  # type: ignore[arg-type]
+    found = plan_devices(
+        profile,
+        devices,
+        device_memory,
+        tensor_parallel=tensor_parallel,
+        margin=margin,
+        allow_within_margin=allow_within_margin,
+    )
+    if plot is not None:
+        largest = profile.at(max(1, found.batch_size))
+        plot_timeline(largest, plot, f"{model}, batch {largest.batch_size}, one device")
+    if as_json:
+        print(json.dumps({"model": model, **plan_dict(found)}, indent=1))
+    else:
+        show_plan(found, Console())
+
+
+def _named(optimizer: str) -> str | None:
+    return None if optimizer == "none" else optimizer
 
 
 @app.command()

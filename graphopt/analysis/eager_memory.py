@@ -25,7 +25,6 @@ from graphopt.capture import (
     batch_size_of,
     fake_copy,
     flatten_call,
-    no_generation_cache,
     tiled,
     unchanged_rng,
 )
@@ -91,7 +90,7 @@ def eager_memory(
     def record(multiple: int) -> _Run:
         return _record(model, inputs, tiled(inputs.tensors, dims, multiple), loss, accumulation > 1, keep_outputs)
 
-    with unchanged_rng(inputs.tensors), no_generation_cache(model):
+    with unchanged_rng(inputs.tensors):
         run = record(1)
         others = [record(multiple) for multiple in MULTIPLES[1:]] if batch is not None else []
     sizes, symbolic = _formulas([run, *others], batch or 1)

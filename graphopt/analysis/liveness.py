@@ -85,12 +85,14 @@ class Kernels:
         fused: nodes that have no storage unless computing them reads too much; what reads them reads their inputs instead.
         copied: views that copy all the same, because of the layout of what they view.
         movable: nodes that run early if that releases more than it allocates.
+        in_place: nodes that write over an input of the same size and dtype that nothing reads afterwards.
         spans: for each position, the first and last position that run as one kernel: it allocates first, and frees at its end.
     """
 
     fused: Collection[fx.Node] = ()
     copied: Collection[fx.Node] = ()
     movable: Collection[fx.Node] = ()
+    in_place: Collection[fx.Node] = ()
     spans: Sequence[tuple[int, int]] | None = None
 
 
@@ -112,12 +114,20 @@ def liveness(module: fx.GraphModule, formula: Callable[[Any], sympy.Expr], kerne
     for node, held in read.items():
         for owner in held:
             last[owner] = max(last[owner], position[node])
+    outputs = tuple(owners[n] if isinstance(n, fx.Node) else () for n in output_list(module))
+    returned = {owner for held in outputs for owner in held}
+    overwritten = _overwritten(made, read, position, last, sizes, returned, kernels.in_place)
     if kernels.spans is not None:
         born = {owner: kernels.spans[p][0] for owner, p in born.items()}
         last = {owner: kernels.spans[p][1] if p >= 0 else p for owner, p in last.items()}
-    storages = tuple(Storage(*owner, sizes[owner], born[owner], last[owner]) for owner in made if sizes[owner] != 0)
+    for owner, writer in overwritten.items():
+        last[owner] = born[writer] - 1
+    storages = tuple(
+        Storage(*owner, sizes[owner], born[owner], last[owner])
+        for owner in made
+        if sizes[owner] != 0 and last[owner] >= born[owner]
+    )
     inputs = {n.name: last[n, 0] for n in module.graph.nodes if n.op == "placeholder"}
-    outputs = tuple(owners[n] if isinstance(n, fx.Node) else () for n in output_list(module))
     return GraphLiveness(calls, storages, inputs, outputs)
 
 
@@ -131,6 +141,8 @@ def _ownership(
     for node in module.graph.nodes:
         if node.op == "placeholder":
             owners[node] = ((node, 0),)
+        elif node.op == "get_attr":
+            owners[node] = ()  # a constant of the model's code, held anyway
         elif node.op == "call_function":
             needed = _unique(owner for n in node.all_input_nodes for owner in owners[n])
             owners[node] = _owners(node, owners, needed, node in kernels.fused, node in kernels.copied)
@@ -169,6 +181,36 @@ def _move_early(
             gain = sympy.Add(*(sizes[o] for o in released)) - sizes[owner]
             if gain.subs(BATCH, _TYPICAL_BATCH) > 0:
                 position[node] = max(target, 0)
+
+
+def _overwritten(
+    made: list[Owner],
+    read: dict[fx.Node, tuple[Owner, ...]],
+    position: dict[fx.Node, int],
+    last: dict[Owner, int],
+    sizes: dict[Owner, sympy.Expr],
+    returned: set[Owner],
+    in_place: Collection[fx.Node],
+) -> dict[Owner, Owner]:
+    """Storages that the last node to read them writes its own result over, with that result."""
+    found: dict[Owner, Owner] = {}
+    for owner in made:
+        node = owner[0]
+        if node not in in_place:
+            continue
+        for source in read[node]:
+            unread = source in sizes and source not in returned and source not in found and last[source] == position[node]
+            if unread and sizes[source] == sizes[owner] and _dtype(source) == _dtype(owner):
+                found[source] = owner
+                break
+    return found
+
+
+def _dtype(owner: Owner) -> torch.dtype:
+    node, index = owner
+    value = node.meta["val"]
+    dtype: torch.dtype = (value[index] if isinstance(value, (tuple, list)) else value).dtype
+    return dtype
 
 
 def _unique(owners: Iterable[Owner]) -> tuple[Owner, ...]:

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 
 from graphopt.analysis.llmem import Counting, Layout, Method, base_bytes, peak_memory
 from graphopt.analysis.llmem_shape import ModelShape
+from graphopt.errors import InputError
 
 ZERO_3_COMMUNICATION = 1.5  # volume of ADP relative to CDP
+
+
+_LARGEST_BATCH = 2**40
 
 
 @dataclass(frozen=True)
@@ -115,12 +119,18 @@ def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
 
 
 def largest_batch(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, 0 if one sample does not; what fits must be every batch up to some finite one."""
+    """The largest batch that fits, by doubling and bisection; 0 if one sample does not.
+
+    Raises:
+        InputError: there is no largest, because memory does not grow with the batch.
+    """
     if not fits(1):
         return 0
     good, bad = 1, 2
     while fits(bad):
         good, bad = bad, 2 * bad
+        if good >= _LARGEST_BATCH:
+            raise InputError("the memory of this model does not grow with its batch: every batch size fits.")
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 import sympy
 
+from graphopt.analysis.llmem_search import largest_batch
 from graphopt.budget import parse_bytes
 from graphopt.errors import InputError
 from graphopt.graph import BATCH
@@ -22,8 +23,6 @@ CATEGORIES: tuple[Category, ...] = (
     "parameter", "buffer", "input", "gradient", "optimizer state", "saved activation", "temporary",
 )  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")
-
-_LARGEST_BATCH = 2**40
 
 
 @dataclass(frozen=True)
@@ -199,21 +198,7 @@ class MemoryProfile:
         """
         limit = parse_bytes(capacity)
 
-        def fits(batch: int) -> bool:
-            return self.at(batch).peak_bytes <= limit
-
-        if not fits(1):
-            return 0
-        largest = 1
-        while fits(2 * largest):
-            largest *= 2
-            if largest >= _LARGEST_BATCH:
-                raise InputError("the memory of this model does not grow with its batch: every batch size fits.")
-        too_large = 2 * largest
-        while too_large - largest > 1:
-            middle = (largest + too_large) // 2
-            largest, too_large = (middle, too_large) if fits(middle) else (largest, middle)
-        return largest
+        return largest_batch(lambda batch: self.at(batch).peak_bytes <= limit)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphopt.analysis.fusion import fused_nodes, is_pointwise, kernel_spans
 from graphopt.analysis.layouts import channels_last_nodes, copied_operands, copied_views
-from graphopt.analysis.liveness import GraphLiveness, Kernels, Owner, Storage, liveness, tensor_bytes
+from graphopt.analysis.liveness import GraphLiveness, Kernels, Owner, Storage, is_view, liveness, tensor_bytes
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
 from graphopt.compat import expression, output_list
@@ -61,6 +61,7 @@ class _Builder:
         self.formulas: dict[Any, sympy.Expr] = {}
         self.halves = halves
         self.backward_module = halves.backward_for(halves.expected)
+        self.channels_last: set[fx.Node] = set()
         self.device: torch.device = graph.placeholders[0].meta["val"].device
         self.operands = copied_operands(halves.forward) if inductor else {}
         self.forward = self._liveness(halves.forward, self.operands)
@@ -103,10 +104,12 @@ class _Builder:
             return liveness(module, self._formula)
         self.channels_last = channels_last_nodes(module, channels_last)
         fused = fused_nodes(module)
+        loops = {n for n in module.graph.nodes if n.op == "call_function" and is_pointwise(n) and n not in fused}
         kernels = Kernels(
             fused,
             copied_views(module, self.channels_last),
-            {n for n in module.graph.nodes if n.op == "call_function" and is_pointwise(n) and n not in fused},
+            loops,
+            loops - self.channels_last,
             kernel_spans(module) if self.device.type == "cpu" else None,
         )
         return liveness(module, self._formula, kernels)
@@ -245,7 +248,9 @@ def module_path(node: fx.Node) -> str:
 
 
 def _read_by(graph: GraphLiveness, position: int) -> str:
-    return f"read by {graph.nodes[position].name}" if 0 <= position < len(graph.nodes) else "read by nothing"
+    """What reads last, in words: the last node up to `position` that is more than a view."""
+    readers = [node.name for node in graph.nodes[: position + 1] if not is_view(node)][-1:]
+    return f"read by {readers[0]}" if position >= 0 and readers else "read by nothing"
 
 
 def _attention_kernel(node: fx.Node) -> str:

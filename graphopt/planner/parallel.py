@@ -1,0 +1,227 @@
+"""Which way to spread training over devices, and the batch that fits: LLMem's Algorithm 1 on graph-based estimates.
+
+Every estimate starts from the timeline of one device and shards what the strategy shards: parameters, gradients and states as
+FSDP2 (`fully_shard` per repeated block) and tensor parallelism of `torch.distributed` do. Activations are never sharded here:
+an upper bound for tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+
+from graphopt.analysis.allocator import CONTEXT_BYTES
+from graphopt.analysis.llmem import Layout, Method
+from graphopt.analysis.llmem_search import Candidate, best_candidate, largest_batch, layouts
+from graphopt.analysis.memory import Block, MemoryProfile
+from graphopt.budget import parse_bytes
+from graphopt.errors import InputError
+
+NAMES = {Method.CDP: "CDP", Method.ADP: "ADP", Method.TP: "TP", Method.DP_TP: "DP+TP", Method.OFFLOAD: "offload"}
+
+MARGIN = 0.05
+"""Share of a device's memory that a plan leaves free by default: fragmentation, workspaces, what was not foreseen."""
+
+SEGMENT_SLACK = 20 * 2**20
+"""Bytes that the caching allocator may hold in partly used segments, over the sum of live tensors."""
+
+
+@dataclass(frozen=True)
+class StrategyRow:
+    """One strategy of a plan.
+
+    Attributes:
+        strategy: with its degrees, e.g. "DP+TP (2 x 2)".
+        batch_size: largest per-device batch that fits; 0 if none does.
+        samples: batch over all devices.
+        score: LLMem's Algorithm 1: what strategies are ranked by.
+        peak_bytes: on the fullest device at `batch_size` (at 1 if none fits), context included.
+        why: what limits it.
+    """
+
+    strategy: str
+    batch_size: int
+    samples: int
+    score: float
+    peak_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How to train a model on given devices.
+
+    Attributes:
+        strategy: "CDP", "ADP", "TP", "DP+TP" or "offload".
+        batch_size: samples per device (per tensor-parallel group for TP and DP+TP).
+        table: every strategy that was considered.
+        capacity_bytes, margin: of one device, and the share of it that was left free.
+        assumptions: what the estimates rest on.
+    """
+
+    strategy: str
+    batch_size: int
+    table: tuple[StrategyRow, ...]
+    capacity_bytes: int
+    margin: float
+    assumptions: tuple[str, ...]
+
+
+def plan_devices(
+    profile: MemoryProfile,
+    devices: int,
+    device_memory: int | str,
+    *,
+    tensor_parallel: int | None = None,
+    context_bytes: int = CONTEXT_BYTES,
+    margin: float = MARGIN,
+    allow_within_margin: bool = False,
+) -> MemoryPlan:
+    """Choose a strategy for `devices` equal devices.
+
+    Args:
+        profile: of one device, see `step_memory`.
+        device_memory: capacity of one device, in bytes or as a text such as "16GiB".
+        tensor_parallel: degree for DP+TP; None tries every divisor of `devices`.
+        margin: share of the capacity that must stay free.
+        allow_within_margin: accept a batch that uses the margin too.
+    Raises:
+        BudgetError: `device_memory` is not an amount of memory.
+        InputError: no devices, degrees that do not divide, a margin outside [0, 1), or a model with a fixed batch.
+    """
+    check_devices(devices, device_memory, tensor_parallel, margin)
+    capacity = parse_bytes(device_memory)
+    if not profile.symbolic:
+        raise InputError("the model fixes its batch size, so no batch can be planned for it.")
+    limit = capacity if allow_within_margin else math.floor(capacity * (1 - margin))
+    overhead = SEGMENT_SLACK + context_bytes
+    candidates, rows = [], []
+    for layout in layouts(devices, tensor_parallel):
+        peak = partial(_peak, profile, partial(strategy_bytes, layout=layout), overhead)
+        candidate = Candidate(layout, _largest(peak, limit))
+        candidates.append(candidate)
+        rows.append(_row(candidate, peak(max(candidate.batch, 1)), limit))
+    best = best_candidate(candidates)
+    if best is not None:
+        strategy, batch = NAMES[best.layout.method], best.batch
+    else:
+        strategy = NAMES[Method.OFFLOAD]
+        peak = partial(_peak, profile, offload_bytes, overhead)
+        batch = _largest(peak, limit)
+        why = "gradients and optimizer states live on the host" if batch else "not even this fits one sample"
+        rows.append(StrategyRow(strategy, batch, batch * devices, float(batch), peak(max(batch, 1)), why))
+    assumptions = (
+        *profile.assumptions,
+        f"CUDA context {context_bytes / 2**20:.0f} MiB, allocator slack {SEGMENT_SLACK / 2**20:.0f} MiB",
+        f"{margin:.0%} of each device " + ("may be used too" if allow_within_margin else "stays free"),
+        "activations are not sharded by tensor parallelism (an upper bound)",
+        "data parallel: DDP's gradient buckets, as large as the gradients; ADP: FSDP2 per repeated block, one prefetched",
+    )
+    return MemoryPlan(strategy, batch, tuple(rows), capacity, margin, assumptions)
+
+
+def check_devices(devices: int, device_memory: int | str, tensor_parallel: int | None, margin: float) -> None:
+    """Raise what `plan_devices` would for these arguments, before anything is analysed."""
+    parse_bytes(device_memory)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise InputError(f"devices={devices!r} must be a whole number of at least 1.")
+    if not 0 <= margin < 1:
+        raise InputError(f"margin={margin!r} must be in [0, 1): the share of a device's memory that stays free.")
+    layouts(devices, tensor_parallel)
+
+
+def _peak(profile: MemoryProfile, estimate: Callable[[MemoryProfile], int], overhead: int, batch: int) -> int:
+    return estimate(profile.at(batch)) + overhead
+
+
+def _largest(peak: Callable[[int], int], limit: int) -> int:
+    return largest_batch(lambda batch: peak(batch) <= limit)
+
+
+def strategy_bytes(profile: MemoryProfile, layout: Layout) -> int:
+    """Peak bytes on one device under a strategy, exact by construction on the timeline.
+
+    CDP keeps everything, and DDP's buckets; ADP shards parameters, gradients and states over all devices and gathers the
+    outermost parameters and two repeated blocks; TP shards matrices over its group; DP+TP shards matrices over the group and
+    gradients and states over all devices (the corrected form: the half-precision share is 1/tp, not 1 - tp/n).
+    """
+    n, tp = layout.devices, layout.tensor_parallel
+    parameters = [(b, s) for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "parameter"]
+    root, units = shard_units(parameters)
+    largest = sorted(units, reverse=True)[:2]
+    matrices = {b.name for b, _ in parameters if len(b.shape) >= 2}
+    match layout.method:
+        case Method.CDP:
+            gradients = sum(s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient")
+            return profile.peak_bytes + (gradients if n > 1 else 0)
+        case Method.ADP:
+            gathered = root + sum(largest) if n > 1 else 0
+            reduced = max([root, *largest]) if n > 1 else 0
+            shares = {c: Fraction(1, n) for c in ("parameter", "gradient", "optimizer state")}
+            return _scaled_peak(profile, lambda b: shares.get(b.category, Fraction(1))) + gathered + reduced
+        case Method.TP:
+            return _scaled_peak(profile, lambda b: Fraction(1, tp) if _of_matrix(b, matrices) else Fraction(1))
+        case _:
+
+            def share(block: Block) -> Fraction:
+                if block.category in ("gradient", "optimizer state"):
+                    return Fraction(1, n)
+                return Fraction(1, tp) if _of_matrix(block, matrices) else Fraction(1)
+
+            return _scaled_peak(profile, share)
+
+
+def offload_bytes(profile: MemoryProfile) -> int:
+    """Peak bytes on the device when gradients and optimizer states live on the host (as CPU offload does)."""
+    gradients = [s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient"]
+    on_host = ("gradient", "optimizer state")
+    return _scaled_peak(profile, lambda b: Fraction(int(b.category not in on_host))) + max(gradients, default=0)
+
+
+def shard_units(parameters: list[tuple[Block, int]]) -> tuple[int, list[int]]:
+    """Bytes outside of repeated blocks, and of each repeated block: parameters that share a numbered module."""
+    root, units = 0, defaultdict[str, int](int)
+    for block, size in parameters:
+        match = re.match(r"(.*?\.\d+)\.", f".{block.name}")
+        if match:
+            units[match.group(1)] += size
+        else:
+            root += size
+    return root, list(units.values())
+
+
+def _of_matrix(block: Block, matrices: set[str]) -> bool:
+    """Whether a block is a matrix parameter, or its gradient or state."""
+    if block.category == "parameter":
+        return block.name in matrices
+    if block.category == "gradient":
+        return block.name.removeprefix("gradient of ") in matrices
+    return block.category == "optimizer state" and block.name.partition(": ")[0] in matrices
+
+
+def _scaled_peak(profile: MemoryProfile, share: Callable[[Block], Fraction]) -> int:
+    """Peak of the timeline with each block's bytes multiplied by its share, rounded up."""
+    sizes = np.array(
+        [math.ceil(size * share(block)) for block, size in zip(profile.blocks, profile.sizes, strict=True)], dtype=np.int64
+    )
+    changes = np.zeros(len(profile.rows) + 1, dtype=np.int64)
+    np.add.at(changes, [b.born for b in profile.blocks], sizes)
+    np.add.at(changes, [b.last + 1 for b in profile.blocks], -sizes)
+    return int(np.cumsum(changes)[:-1].max())
+
+
+def _row(candidate: Candidate, peak: int, limit: int) -> StrategyRow:
+    layout, batch = candidate.layout, candidate.batch
+    name = NAMES[layout.method]
+    if layout.method is Method.DP_TP:
+        name += f" ({layout.data_parallel} x {layout.tensor_parallel})"
+    replicas = layout.devices // layout.tensor_parallel
+    why = "largest batch that fits" if batch else f"one sample takes {peak / 2**30:.2f} GiB of {limit / 2**30:.2f} GiB"
+    return StrategyRow(name, batch, batch * replicas, float(candidate.score), peak, why)

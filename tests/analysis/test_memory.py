@@ -1,0 +1,188 @@
+"""Foretold memory against the allocator's own events, and what a profile says about itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import BudgetError, CaptureError, InputError
+from graphopt.analysis.memory import MemoryProfile
+from graphopt.analysis.optimizers import named_optimizer
+from tests import zoo
+from tests.measure import peak_and_rest
+
+BATCH = 24
+
+
+def measured_peak(name: str, backend: str, optimizer_name: str) -> int:
+    """Bytes that one step allocates on top of what exists before it, at its peak."""
+    model, inputs = zoo.make(name, BATCH)
+    step = model if backend == "eager" else graphopt.optimize(model, inputs, backend=backend)
+    optimizer = named_optimizer(optimizer_name, torch.device("cpu"))([p for p in model.parameters() if p.requires_grad])
+
+    def train() -> None:
+        zoo.loss_of(zoo.call(step, inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        train()
+    return peak_and_rest(train)[0]
+
+
+def foretold(name: str, backend: str, optimizer: str, batch: int = BATCH) -> MemoryProfile:
+    model, inputs = zoo.make(name, batch)
+    return graphopt.analyze(model, inputs, backend=backend, optimizer=optimizer).memory  # type: ignore[arg-type]
+
+
+def test_a_recurrent_net_peaks_as_the_allocator_says() -> None:
+    """Compiled only: eager LSTMs run in a library whose workspace torch does not reveal."""
+    profile = foretold("lstm", "aot_eager", "adamw")
+    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured_peak("lstm", "aot_eager", "adamw"), rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "t5-untied", "vit", "lora"])
+def test_the_peak_is_the_allocators(name: str, backend: str) -> None:
+    profile = foretold(name, backend, "adamw")
+    measured = measured_peak(name, backend, "adamw")
+    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama"])
+def test_the_peak_under_inductor_is_the_allocators(name: str) -> None:
+    profile = foretold(name, "inductor", "sgd")
+    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured_peak(name, "inductor", "sgd"), rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
+def test_another_batch_is_what_analysis_there_says(name: str, backend: str) -> None:
+    profile = foretold(name, backend, "adamw")
+    for batch in (3, 17):
+        again = foretold(name, backend, "adamw", batch)
+        assert profile.at(batch).peak_bytes == again.peak_bytes
+        assert profile.at(batch).breakdown == again.breakdown
+
+
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    profile = foretold("llama", "aot_eager", "adamw")
+    capacity = profile.at(37).peak_bytes + 1
+    assert profile.max_batch(capacity) == 37
+    assert foretold("llama", "aot_eager", "adamw", 37).peak_bytes <= capacity
+    assert capacity < foretold("llama", "aot_eager", "adamw", 38).peak_bytes
+    assert profile.at(37).fits(capacity)
+    assert not profile.at(38).fits(capacity)
+    assert profile.max_batch(profile.at(1).peak_bytes - 1) == 0
+
+
+@given(batch=st.integers(1, 500))
+@settings(max_examples=30)
+def test_a_profile_is_consistent_at_every_batch(batch: int) -> None:
+    profile = PROFILE.at(batch)
+    rows = profile.timeline
+    assert sum(profile.breakdown.values()) == profile.peak_bytes == max(row.live for row in rows)
+    assert all(sum(row.by_category.values()) == row.live for row in rows)
+    assert sum(row.allocated for row in rows) == sum(row.freed for row in rows)
+    # Never less than what the largest operator holds by itself, never more than all storages together (papers.md 4.8, P8).
+    assert max(profile.sizes) <= profile.peak_bytes <= sum(profile.sizes)
+    assert profile.peak_bytes >= profile.static_bytes
+    assert profile.peak_bytes <= profile.at(batch + 1).peak_bytes
+
+
+PROFILE = foretold("bert", "aot_eager", "adamw")
+
+
+def test_the_tensors_at_the_peak_are_named_with_their_reason() -> None:
+    profile = foretold("llama", "aot_eager", "adamw")
+    live = profile.top(10**6)
+    assert sum(t.bytes for t in live) == profile.peak_bytes
+    assert [t.bytes for t in live] == sorted((t.bytes for t in live), reverse=True)
+    assert all(t.name and t.why for t in live)
+    assert any(t.category == "saved activation" and "mlp" in t.module for t in live)
+    assert profile.peak_phase in ("forward", "backward", "optimizer")
+    assert len(profile.top(3)) == 3
+
+
+def test_gradient_accumulation_and_held_outputs_cost_what_they_hold() -> None:
+    model, inputs = zoo.make("llama", BATCH)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def peak(**options: object) -> int:
+        return graphopt.analyze(model, inputs, backend="aot_eager", **options).memory.peak_bytes  # type: ignore[arg-type]
+
+    assert peak() < peak(accumulation=4) <= peak() + parameters
+    assert peak() <= peak(keep_outputs=True)
+    for backend in ("eager", "aot_eager"):
+        profile = graphopt.analyze(model, inputs, backend=backend, accumulation=2).memory  # type: ignore[arg-type]
+        assert profile.timeline[0].by_category["gradient"] == parameters
+
+
+def test_master_weights_are_float32_copies() -> None:
+    model, inputs = zoo.make("llama", BATCH)
+    model.to(torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    half, master = (
+        graphopt.analyze(model, inputs, backend="aot_eager", optimizer="sgd", master_weights=m).memory for m in (False, True)
+    )
+    assert master.static_bytes - half.static_bytes == 4 * count
+
+
+def test_checkpointing_recomputes_in_the_eager_profile() -> None:
+    model, inputs = zoo.make("llama", 64)
+    plain = graphopt.analyze(model, inputs, backend="eager", optimizer="sgd").memory
+    model.gradient_checkpointing_enable()
+    checkpointed = graphopt.analyze(model, inputs, backend="eager", optimizer="sgd").memory
+    assert checkpointed.breakdown["saved activation"] < 0.7 * plain.breakdown["saved activation"]
+
+
+def test_frozen_tensors_have_neither_gradient_nor_state() -> None:
+    model, inputs = zoo.make("mlp", BATCH)
+    model.first.requires_grad_(False)
+    for backend in ("eager", "aot_eager"):
+        profile = graphopt.analyze(model, inputs, backend=backend).memory  # type: ignore[arg-type]
+        assert not [b.name for b in profile.blocks if b.category in ("gradient", "optimizer state") and "first" in b.name]
+
+
+class LooksAtValues(nn.Module):
+    """Python that depends on a computed value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y.sum() if y.sum().item() > 0 else y.mean()
+
+
+def test_bad_input_is_refused_with_the_remedy() -> None:
+    model, inputs = zoo.make("mlp", BATCH)
+    with pytest.raises(InputError, match="adamw8bit"):
+        graphopt.analyze(model, inputs, optimizer="lion")
+    with pytest.raises(InputError, match="'eager'"):
+        graphopt.analyze(model, inputs, backend="tvm")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="at least 1"):
+        graphopt.analyze(model, inputs, accumulation=0)
+    profile = graphopt.analyze(model, inputs, backend="aot_eager").memory
+    with pytest.raises(BudgetError, match="24GiB"):
+        profile.fits("plenty")
+    with pytest.raises(InputError, match="at least 1"):
+        profile.at(0)
+    with pytest.raises(CaptureError):
+        graphopt.analyze(LooksAtValues(), (torch.randn(3, 4),), backend="eager")
+
+
+def test_analysis_changes_nothing() -> None:
+    model, inputs = zoo.make("cnn", BATCH)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    for backend in ("eager", "aot_eager"):
+        graphopt.analyze(model, inputs, backend=backend).memory.timeline  # type: ignore[arg-type]  # noqa: B018
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
