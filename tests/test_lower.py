@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import graphopt
 from tests import zoo
+from tests.measure import peak_and_rest
 
 
 class Aliases(nn.Module):
@@ -111,3 +112,18 @@ def test_other_memory_layouts_of_inputs_and_weights() -> None:
     model.load_state_dict(again.state_dict())
     model.to(memory_format=torch.channels_last)
     torch.testing.assert_close(opt(x.contiguous(memory_format=torch.channels_last), labels)["logits"], expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_after_a_step_nothing_is_left_but_the_gradients(backend: str) -> None:
+    model, inputs = zoo.make("bert", 16)
+    opt = graphopt.optimize(model, inputs, backend=backend)
+
+    def step() -> None:
+        zoo.loss_of(zoo.call(opt, inputs)).backward()
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    _, rest = peak_and_rest(step)
+    assert rest == sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)

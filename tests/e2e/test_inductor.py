@@ -1,5 +1,8 @@
 """The default backend, end to end: Inductor's kernels, dropout in the graph, a few optimizer steps."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -43,3 +46,18 @@ def test_dropout_is_drawn_anew_and_a_seed_reproduces_a_run() -> None:
         losses.append([zoo.call(opt, inputs).loss.item() for _ in range(3)])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
+
+
+FRESH = """
+import torch, graphopt
+from tests import zoo
+model, inputs = zoo.make("cnn", 4)
+zoo.loss_of(zoo.call(graphopt.optimize(model, inputs), inputs)).backward()
+print(sum(p.grad is not None for p in model.parameters()))
+"""
+
+
+def test_pooling_compiles_in_a_process_that_has_not_used_inductor_yet() -> None:
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout.split()[-1]) > 0

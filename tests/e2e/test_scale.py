@@ -10,9 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 with torch.device("meta"):
     model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16"))
 ids = torch.zeros((4, 512), dtype=torch.long)
-flops = graphopt.analyze(model, {"input_ids": ids, "labels": ids}).flops
+analysis = graphopt.analyze(model, {"input_ids": ids, "labels": ids})
+flops, memory = analysis.flops, analysis.memory
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"step": flops.step, "rows": len(flops.tensors), "peak": peak}))
+print(json.dumps({"step": flops.step, "rows": len(flops.tensors), "peak": peak,
+                  "static": memory.static_bytes, "memory": memory.peak_bytes, "double": memory.at(8).peak_bytes}))
 """
 
 
@@ -23,5 +25,9 @@ def test_llama_7b_is_analysed_in_under_2_gb() -> None:
     assert found["rows"] == 291
     # Six multiply-adds' worth per weight and token but for the embedding, and attention on top.
     weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
+    # Parameters and two AdamW states, and a step count per tensor; the embedding is 32000 x 4096.
+    parameters = weights + 32000 * 4096 + 65 * 4096
+    assert 12 * parameters <= found["static"] <= 12 * parameters + 10**6
+    assert found["static"] < found["memory"] < found["double"]
     attention = 32 * 4 * 512 * 512 * 4096 * (4 + 10)
     assert found["step"] == 6 * 4 * 512 * weights + attention

@@ -1,0 +1,88 @@
+"""Plans over devices."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphopt
+from graphopt import BudgetError, InputError
+from graphopt.analysis.llmem import Layout, Method
+from graphopt.planner.parallel import SEGMENT_SLACK, plan_devices, shard_units, strategy_bytes
+from tests import zoo
+
+
+def _profile():  # type: ignore[no-untyped-def]
+    model, inputs = zoo.make("llama", 4)
+    return graphopt.analyze(model, inputs, backend="aot_eager").memory
+
+
+PROFILE = _profile()
+GENEROUS = SEGMENT_SLACK + PROFILE.at(64).peak_bytes
+
+
+@given(batch=st.integers(1, 64), power=st.integers(0, 4))
+@settings(max_examples=25)
+def test_sharding_never_costs_more_than_it_gathers(batch: int, power: int) -> None:
+    profile, n = PROFILE.at(batch), 2**power
+    single = {m: strategy_bytes(profile, Layout(m, 1)) for m in (Method.CDP, Method.ADP, Method.TP, Method.DP_TP)}
+    assert set(single.values()) == {profile.peak_bytes}  # papers.md 4.8, P7
+    assert strategy_bytes(profile, Layout(Method.TP, 2 * n, 2 * n)) <= strategy_bytes(profile, Layout(Method.TP, n, n))
+    assert strategy_bytes(profile, Layout(Method.ADP, 4 * n)) <= strategy_bytes(profile, Layout(Method.ADP, 2 * n))
+    hybrid = strategy_bytes(profile, Layout(Method.DP_TP, 4 * n, 2))
+    assert hybrid <= strategy_bytes(profile, Layout(Method.TP, 2, 2))
+    assert strategy_bytes(profile, Layout(Method.CDP, 2 * n)) >= profile.peak_bytes
+
+
+def test_the_batch_is_the_largest_that_leaves_the_margin() -> None:
+    found = plan_devices(PROFILE, 1, GENEROUS, context_bytes=0, margin=0.1)
+    assert found.strategy == "CDP"
+    peak = lambda batch: PROFILE.at(batch).peak_bytes + SEGMENT_SLACK  # noqa: E731
+    assert peak(found.batch_size) <= GENEROUS * 0.9 < peak(found.batch_size + 1)
+    closer = plan_devices(PROFILE, 1, GENEROUS, context_bytes=0, margin=0.1, allow_within_margin=True)
+    assert peak(closer.batch_size) <= GENEROUS < peak(closer.batch_size + 1)
+
+
+def test_data_parallel_wins_where_it_fits_and_offload_only_where_nothing_does() -> None:
+    found = plan_devices(PROFILE, 4, GENEROUS, context_bytes=0)
+    assert found.strategy == "CDP"
+    assert [row.strategy for row in found.table] == ["CDP", "ADP", "TP", "DP+TP (2 x 2)"]
+    tight = SEGMENT_SLACK + PROFILE.at(1).peak_bytes // 3
+    offloaded = plan_devices(PROFILE, 1, tight, context_bytes=0)
+    assert offloaded.strategy == "offload"
+    assert all(row.batch_size == 0 for row in offloaded.table[:-1])
+    assert "one sample takes" in offloaded.table[0].why
+    assert plan_devices(PROFILE, 1, SEGMENT_SLACK, context_bytes=0).batch_size == 0
+
+
+def test_repeated_blocks_are_found_by_their_numbers() -> None:
+    parameters = [(b, s) for b, s in zip(PROFILE.blocks, PROFILE.sizes, strict=True) if b.category == "parameter"]
+    root, units = shard_units(parameters)
+    assert len(units) == 2
+    assert root + sum(units) == sum(size for _, size in parameters)
+
+
+def test_plan_takes_a_model_and_states_what_it_assumed() -> None:
+    model, inputs = zoo.make("bert", 4)
+    found = graphopt.plan(model, inputs, devices=2, device_memory="1GiB", optimizer="sgd", backend="aot_eager")
+    assert found.batch_size > 0
+    text = " ".join(found.assumptions)
+    assert all(word in text for word in ("attention", "context", "optimizer sgd", "free"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"devices": 0}, InputError, "at least 1"),
+        ({"devices": 1.5}, InputError, "whole number"),
+        ({"devices": 4, "tensor_parallel": 3}, InputError, "does not divide"),
+        ({"device_memory": "16 apples"}, BudgetError, "24GiB"),
+        ({"margin": 1.0}, InputError, r"\[0, 1\)"),
+        ({"optimizer": "lion"}, InputError, "adamw"),
+    ],
+)
+def test_bad_input_is_one_clear_error(options: dict, error: type, message: str) -> None:  # type: ignore[type-arg]
+    model, inputs = zoo.make("mlp", 4)
+    with pytest.raises(error, match=message):
+        graphopt.plan(model, inputs, **{"devices": 1, "device_memory": "1GiB", **options})
