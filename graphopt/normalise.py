@@ -14,22 +14,22 @@ aten = torch.ops.aten
 def normalise(graph: TrainingGraph) -> None:
     """Rewrite `graph` in place; the values that it computes stay the same."""
     split_convolution_backward(graph)
-    drop_checkpointing(graph)
+    save_randomness(graph)
     graph.eliminate_dead_code()
 
 
-def drop_checkpointing(graph: TrainingGraph) -> None:
-    """Leave it to the partitioner what to recompute, and say so.
+def save_randomness(graph: TrainingGraph) -> None:
+    """Inside checkpointed regions, save what random operators return instead of running them again.
 
-    Activation checkpointing arrives as marks on forward nodes. Honouring them would need the random state of every marked
-    operator as a further input of forward and backward.
+    Activation checkpointing arrives as marks on forward nodes, which the partitioner carries out by repeating the nodes in the
+    backward. A repeated random operator would need the random state of its first run.
     """
-    marked = [node for node in graph.graph.nodes if "recompute" in node.meta]
-    for node in marked:
-        for key in ("recompute", "ac_graph_id"):
-            node.meta.pop(key, None)
-    if marked:
-        graph.notes.append("activation checkpointing in the model is not carried out; the partitioner decides what to recompute")
+    for node in graph.graph.nodes:
+        random = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if random and "recompute" in node.meta:
+            for unmarked in (node, *(user for user in node.users if user.target is operator.getitem)):
+                for key in ("recompute", "ac_graph_id"):
+                    unmarked.meta.pop(key, None)
 
 
 def split_convolution_backward(graph: TrainingGraph) -> None:

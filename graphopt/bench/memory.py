@@ -167,7 +167,8 @@ def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
     table = Table(title=f"peak memory of one training step, torch {results['torch']}, {results['device']}")
     for column in ("model", "run by", "optimizer", "batch", "foretold MB", "measured MB", "error", "without static", "peak in"):
-        table.add_column(column, justify="left" if column in ("model", "run by", "optimizer", "peak in") else "right")
+        justify = "left" if column in ("model", "run by", "optimizer", "peak in") else "right"
+        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in results["rows"]:
         table.add_row(
             row["model"],
