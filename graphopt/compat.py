@@ -20,10 +20,18 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt.errors import CaptureError, TorchVersionError
 
 SUPPORTED = ((2, 11), (2, 13))
+
+
+OpOverload = torch._ops.OpOverload
+"""The type of an operator such as `torch.ops.aten.mm.default`."""
+
+DispatchMode = TorchDispatchMode
+"""Sees every operator that runs while it is entered."""
 
 
 def require_supported_torch(version: str = torch.__version__) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.liveness import is_view
-from graphopt.compat import output_list
+from graphopt.compat import OpOverload, output_list
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -82,12 +82,12 @@ def is_pointwise(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", node.target)
     if packet in POINTWISE or str(packet) in INDUCTOR_POINTWISE:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _reads_in_a_loop(node: fx.Node) -> bool:
     packet = getattr(node.target, "overloadpacket", node.target)
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return True  # arithmetic on sizes
     return packet in REDUCTIONS or is_pointwise(node) or is_view(node) or node.target is operator.getitem
 

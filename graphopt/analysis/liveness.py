@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import output_list
+from graphopt.compat import OpOverload, output_list
 from graphopt.graph import BATCH
 
 aten = torch.ops.aten
@@ -240,13 +240,13 @@ def _owners(
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result is a view of its first argument."""
     target = node.target
-    viewing = target in _VIEWS or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    viewing = target in _VIEWS or (isinstance(target, OpOverload) and target.is_view)
     return viewing and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
 def _written_argument(node: fx.Node) -> fx.Node | None:
     """The argument that an in-place operator returns."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
                 return value

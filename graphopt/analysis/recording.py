@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt import compat
 
@@ -36,7 +34,7 @@ class RecordedStorage:
 
 
 @dataclass(eq=False)
-class Recording(TorchDispatchMode):
+class Recording(compat.DispatchMode):
     """Use as a context manager; `operators` and `storages` are in the order of execution.
 
     Storages are followed by weak references, so Python's own reference counts and autograd's saved tensors decide how long
@@ -101,4 +99,4 @@ class Recording(TorchDispatchMode):
 
 def _is_bookkeeping(func: Any) -> bool:
     """Operators that only look at a tensor or make a view of it."""
-    return isinstance(func, torch._ops.OpOverload) and (func.is_view or func.namespace == "prim")
+    return isinstance(func, compat.OpOverload) and (func.is_view or func.namespace == "prim")
