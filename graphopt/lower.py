@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt import compat
+from graphopt.compat.inductor import Compiled, compile_inductor_backward, compile_inductor_forward
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.partition import Halves, split
@@ -47,7 +48,7 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
     layout = _Layout.of(graph)
     halves = split(graph, inductor=backend == "inductor")
     if backend == "inductor":
-        run = compat.compile_inductor_forward(
+        run = compile_inductor_forward(
             halves.forward,
             halves.backward,
             halves.num_mutations,
@@ -156,15 +157,15 @@ class _Backwards:
         self.halves = halves
         self.tangents = [tangents[name] for name in halves.tangents]
         self.backend = backend
-        self.variants: dict[frozenset[int], compat.Compiled] = {}
+        self.variants: dict[frozenset[int], Compiled] = {}
 
-    def compile_for(self, results: Iterable[int]) -> compat.Compiled:
+    def compile_for(self, results: Iterable[int]) -> Compiled:
         """The backward for when exactly `results` have a gradient."""
         present = frozenset(t.result for t in self.tangents).intersection(results)
         if present not in self.variants:
             graph = self.halves.backward_for(present)
             inductor = self.backend == "inductor"
-            self.variants[present] = compat.compile_inductor_backward(graph) if inductor else _boxed(graph, self.backend)
+            self.variants[present] = compile_inductor_backward(graph) if inductor else _boxed(graph, self.backend)
         return self.variants[present]
 
     def __call__(self, saved: list[Any], gradients: Sequence[Tensor | None]) -> Sequence[Any]:
@@ -179,7 +180,7 @@ class _Backwards:
 class _Runner:
     """Calls the compiled pair; see the module's docstring."""
 
-    def __init__(self, layout: _Layout, forward: compat.Compiled, backwards: _Backwards) -> None:
+    def __init__(self, layout: _Layout, forward: Compiled, backwards: _Backwards) -> None:
         self.layout = layout
         self.forward = forward
         self.backwards = backwards

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphopt import compat
+from graphopt.compat.inductor import partition
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 from graphopt.tangents import without_tangents
 
@@ -55,7 +55,7 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
     loss_first = first is not None and any(s for s, i in zip(scalars, tangents.values(), strict=True) if i == first)
     static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
     num_forward = kinds.count("mutation") + len(results)
-    forward, backward = compat.partition(graph.module, num_forward, static, inductor)
+    forward, backward = partition(graph.module, num_forward, static, inductor)
     for half in (forward, backward):
         remove_dead_nodes(half)
     taken = {node.name for node in backward.graph.nodes if node.op == "placeholder"}

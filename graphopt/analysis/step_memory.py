@@ -10,12 +10,11 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.analysis.fusion import fused_nodes, is_pointwise, kernel_spans
-from graphopt.analysis.layouts import channels_last_nodes, copied_operands, copied_views
-from graphopt.analysis.liveness import GraphLiveness, Kernels, Owner, Storage, is_view, liveness, tensor_bytes
+from graphopt.analysis.liveness import GraphLiveness, Owner, Storage, graph_liveness, program_liveness, tensor_bytes
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
 from graphopt.compat import expression, output_list
+from graphopt.compat.inductor_program import inductor_programs
 from graphopt.errors import InputError
 from graphopt.graph import BATCH, TrainingGraph
 from graphopt.partition import Halves, split
@@ -58,25 +57,27 @@ class _Builder:
     def __init__(self, graph: TrainingGraph, halves: Halves, inductor: bool) -> None:
         self.graph = graph
         self.inductor = inductor
-        self.formulas: dict[Any, sympy.Expr] = {}
+        self.formulas: dict[sympy.Expr, sympy.Expr] = {}
         self.halves = halves
-        self.backward_module = halves.backward_for(halves.expected)
-        self.channels_last: set[fx.Node] = set()
         self.device: torch.device = graph.placeholders[0].meta["val"].device
-        self.operands = copied_operands(halves.forward) if inductor else {}
-        self.forward = self._liveness(halves.forward, self.operands)
-        saved = output_list(halves.forward)[halves.num_forward :]
-        self.backward = self._liveness(self.backward_module, [n.name for n in saved if n in self.channels_last])
-        self.starts = len(self.forward.nodes)
-        self.ends = self.starts + len(self.backward.nodes)  # the row in which gradients are handed to the parameters
+        self.attention = sorted({k for n in halves.forward.graph.nodes if (k := _attention_kernel(n))})
+        self.saved = [n.name if isinstance(n, fx.Node) else "" for n in output_list(halves.forward)[halves.num_forward :]]
+        backward = halves.backward_for(halves.expected)
+        self.tangents = [
+            (n.name, n.meta["val"]) for n in backward.graph.nodes if n.op == "placeholder" and n.name in halves.tangents
+        ]
+        self.gradients = [n.meta["val"] if isinstance(n, fx.Node) else None for n in output_list(backward)]
+        self.forward, self.backward = self._liveness(halves.forward, backward)
+        self.starts = len(self.forward.steps)
+        self.ends = self.starts + len(self.backward.steps)  # the row in which gradients are handed to the parameters
         self.blocks: list[Block] = []
 
     def profile(self, optimizer: Any, accumulation: int, master_weights: bool, keep_outputs: bool) -> MemoryProfile:
         trained = [Trained(p.name, p.shape, p.dtype) for p in self.graph.trainable]
         optimizing = optimizer_memory(optimizer, trained, self.device, master_weights)
         rows = [
-            *(Row(n.name, "forward") for n in self.forward.nodes),
-            *(Row(n.name, "backward") for n in self.backward.nodes),
+            *(Row(name, "forward") for name in self.forward.steps),
+            *(Row(name, "backward") for name in self.backward.steps),
             Row("accumulate_grad", "backward"),
             *(Row(f"{optimizing.name}: {name}", "optimizer") for name in optimizing.operators or ("step",)),
         ]
@@ -99,25 +100,20 @@ class _Builder:
             self._assumptions(optimizing.name, accumulation, keep_outputs),
         )
 
-    def _liveness(self, module: fx.GraphModule, channels_last: Iterable[str]) -> GraphLiveness:
+    def _liveness(self, forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[GraphLiveness, GraphLiveness]:
         if not self.inductor:
-            return liveness(module, self._formula)
-        self.channels_last = channels_last_nodes(module, channels_last)
-        fused = fused_nodes(module)
-        loops = {n for n in module.graph.nodes if n.op == "call_function" and is_pointwise(n) and n not in fused}
-        kernels = Kernels(
-            fused,
-            copied_views(module, self.channels_last),
-            loops,
-            loops - self.channels_last,
-            kernel_spans(module) if self.device.type == "cpu" else None,
-        )
-        return liveness(module, self._formula, kernels)
+            return graph_liveness(forward, self._formula), graph_liveness(backward, self._formula)
+        placeholders = [[n.name for n in half.graph.nodes if n.op == "placeholder"] for half in (forward, backward)]
+        halves = self.halves
+        num_outputs = halves.num_forward - halves.num_mutations
+        programs = inductor_programs(forward, backward, halves.num_mutations, num_outputs, halves.static_inputs)
+        first, second = (program_liveness(p, names, self._formula) for p, names in zip(programs, placeholders, strict=True))
+        return first, second
 
     def _formula(self, value: Any) -> sympy.Expr:
         if isinstance(value, int):
             return sympy.Integer(value)
-        key = expression(value)
+        key = value if isinstance(value, sympy.Expr) else expression(value)
         if key not in self.formulas:
             self.formulas[key] = key.subs(dict.fromkeys(self.graph.symbols, BATCH))
         return self.formulas[key]
@@ -146,12 +142,10 @@ class _Builder:
         results = self.forward.outputs
         kept = self._first_positions(results[: self.halves.num_forward])
         loss = {owner for i in self.halves.expected for owner in results[self.halves.num_mutations + i]}
-        names = [n.name if isinstance(n, fx.Node) else "" for n in output_list(self.halves.forward)]
         saved: dict[Owner, int] = {}
-        for name, owners in zip(names[self.halves.num_forward :], results[self.halves.num_forward :], strict=True):
+        for name, owners in zip(self.saved, results[self.halves.num_forward :], strict=True):
             for owner in owners:
                 saved[owner] = max(saved.get(owner, -1), self.backward.inputs.get(name, -1))
-        self._add_copied_operands(saved)
         for storage in self.forward.storages:
             category: Category = "temporary"
             last, why = storage.last_read, _read_by(self.forward, storage.last_read)
@@ -166,30 +160,19 @@ class _Builder:
                 category = "saved activation"
             self._add(storage, 0, max(last, storage.last_read), category, why)
 
-    def _add_copied_operands(self, saved: dict[Owner, int]) -> None:
-        """Channels-last copies of what convolutions read; the backward gets the copy."""
-        for node in self.halves.forward.graph.nodes:
-            if node.op == "placeholder" and node.name in self.operands:
-                first, last = self.operands[node.name]
-                read = saved.get((node, 0), -1)
-                value = node.meta["val"]
-                size = tensor_bytes(value, self._formula)
-                category: Category = "saved activation" if read >= 0 else "temporary"
-                until = self.starts + read if read >= 0 else last
-                shape = tuple(self._dim(s) for s in value.shape)
-                name, why = f"channels-last copy of {node.name}", "convolutions read it, and their backward"
-                self.blocks.append(Block(name, "", shape, str(value.dtype), category, size, first, until, why))
-
     def _add_backward(self, end: int, accumulating: bool) -> None:
         """Gradients live until the step ends. One in another layout than its parameter's is copied when it is handed over."""
         positions = [d.target for d in self.graph.outputs if d.kind in ("gradient", "none")]
-        nodes = output_list(self.backward_module)
+        for name, value in self.tangents:
+            size, shape = tensor_bytes(value, self._formula), tuple(self._dim(s) for s in value.shape)
+            why = "gradient of an output, held by autograd while the backward runs"
+            self.blocks.append(Block(name, "", shape, str(value.dtype), "temporary", size, self.starts, self.ends, why))
         gradients: dict[Owner, Any] = {}
         placeholders = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
-        for desc, node, owners in zip(positions, nodes, self.backward.outputs, strict=True):
-            if desc is None or desc.kind != "parameter" or not isinstance(node, fx.Node):
+        for desc, value, owners in zip(positions, self.gradients, self.backward.outputs, strict=True):
+            if desc is None or desc.kind != "parameter" or value is None:
                 continue
-            value, parameter = node.meta["val"], placeholders[desc].meta["val"]
+            parameter = placeholders[desc].meta["val"]
             copied = value.stride() != parameter.stride()
             if accumulating or copied:
                 born = 0 if accumulating else self.ends
@@ -211,12 +194,11 @@ class _Builder:
                 self._add(storage, self.starts, end, "gradient", "gradient, until zero_grad", gradients[storage.owner].target)
 
     def _add(self, storage: Storage, offset: int, last: int, category: Category, why: str, parameter: str = "") -> None:
-        value = storage.node.meta["val"]
-        value = value[storage.index] if isinstance(value, (tuple, list)) else value
-        name = f"gradient of {parameter}" if parameter else storage.node.name
-        module = parameter.rpartition(".")[0] if parameter else module_path(storage.node)
-        shape = tuple(self._dim(s) for s in value.shape)
-        self.blocks.append(Block(name, module, shape, str(value.dtype), category, storage.size, offset + storage.born, last, why))
+        name = f"gradient of {parameter}" if parameter else storage.name
+        module = parameter.rpartition(".")[0] if parameter else storage.module
+        shape = tuple(int(s) if s.is_number else s for s in storage.shape)
+        born = offset + storage.born
+        self.blocks.append(Block(name, module, shape, str(storage.dtype), category, storage.size, born, last, why))
 
     def _dim(self, size: Any) -> int | sympy.Expr:
         return size if isinstance(size, int) else self._formula(size)
@@ -225,32 +207,19 @@ class _Builder:
         return {owner for owners in outputs for owner in owners}
 
     def _assumptions(self, optimizer: str, accumulation: int, keep_outputs: bool) -> tuple[str, ...]:
-        attention = sorted({k for n in self.forward.nodes if (k := _attention_kernel(n))})
         return (
-            f"kernels as on {self.device.type}; attention: {', '.join(attention) or 'matrix products and softmax'}",
-            "compiled by Inductor, fusion as modelled" if self.inductor else "no fusion",
+            f"kernels as on {self.device.type}; attention: {', '.join(self.attention) or 'matrix products and softmax'}",
+            f"the program that Inductor generates here for a batch of {self.graph.batch_size}" if self.inductor else "no fusion",
             f"optimizer {optimizer}, {accumulation} backward per step, gradients released by zero_grad(set_to_none=True)",
             "outputs are held until the step ends" if keep_outputs else "of the outputs only the loss is held",
             "workspaces inside kernels and libraries are not counted",
         )
 
 
-def module_path(node: fx.Node) -> str:
-    """Path of the module that a node comes from, as in `named_modules`; "" if it is not known."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path, _ = list(stack.values())[-1]
-    path = str(path)
-    for prefix in ("L['self'].", "L__self___"):
-        path = path.removeprefix(prefix)
-    return path.removeprefix("model.") if path.startswith("model.") else path
-
-
 def _read_by(graph: GraphLiveness, position: int) -> str:
-    """What reads last, in words: the last node up to `position` that is more than a view."""
-    readers = [node.name for node in graph.nodes[: position + 1] if not is_view(node)][-1:]
-    return f"read by {readers[0]}" if position >= 0 and readers else "read by nothing"
+    """What reads last, in words."""
+    reader = graph.readers[position] if position >= 0 else ""
+    return f"read by {reader}" if reader else "read by nothing"
 
 
 def _attention_kernel(node: fx.Node) -> str:

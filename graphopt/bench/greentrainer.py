@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import graphopt
-from graphopt import compat
+from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts
@@ -107,7 +107,7 @@ def _variant(kind: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Va
     flops = graphopt.analyze(model, inputs).flops.step
     torch.compiler.reset()
     start = time.perf_counter()
-    with compat.fresh_compiler_cache():
+    with fresh_compiler_cache():
         if kind == "eager":
             step: Callable[..., Any] = model
         elif kind == "torch.compile":

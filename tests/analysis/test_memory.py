@@ -12,7 +12,6 @@ import graphopt
 from graphopt import BudgetError, CaptureError, InputError
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import named_optimizer
-from graphopt.bench.memory import Case, measure
 from tests import zoo
 from tests.measure import peak_and_rest
 
@@ -54,18 +53,14 @@ def test_the_peak_is_the_allocators(name: str, backend: str) -> None:
     assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "lora"])
 def test_the_peak_under_inductor_is_the_allocators(name: str) -> None:
+    """Of the program that Inductor would generate: what it fuses, recomputes, reorders and copies to other layouts."""
     profile = foretold(name, "inductor", "sgd")
-    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured_peak(name, "inductor", "sgd"), rel=0.01)
+    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured_peak(name, "inductor", "sgd"), rel=0.001)
 
 
-def test_channels_last_copies_under_inductor_are_foretold() -> None:
-    row = measure(Case("cnn", "inductor", "sgd", 8))
-    assert row["foretold"] == pytest.approx(row["measured"], rel=0.01)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
 def test_another_batch_is_what_analysis_there_says(name: str, backend: str) -> None:
     profile = foretold(name, backend, "adamw")
@@ -73,6 +68,14 @@ def test_another_batch_is_what_analysis_there_says(name: str, backend: str) -> N
         again = foretold(name, backend, "adamw", batch)
         assert profile.at(batch).peak_bytes == again.peak_bytes
         assert profile.at(batch).breakdown == again.breakdown
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
+def test_another_batch_under_inductor_runs_nearly_the_same_program(name: str) -> None:
+    """Inductor's choices depend on sizes, so the program for another batch can differ in a few small buffers."""
+    profile = foretold(name, "inductor", "adamw")
+    for batch in (3, 17):
+        assert profile.at(batch).peak_bytes == pytest.approx(foretold(name, "inductor", "adamw", batch).peak_bytes, rel=0.001)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:

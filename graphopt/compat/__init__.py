@@ -1,10 +1,11 @@
 """Every non-public torch API that graphopt uses, in one place.
 
 Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types defined here (`JointExport`, `InputDesc`,
-`OutputDesc`) and ordinary FX graphs, so a new torch release means mending this file alone.
+`OutputDesc`) and ordinary FX graphs, so a new torch release means mending this package alone.
 
 Map: versions -> `require_supported_torch`; capture -> `dynamo_capture`, `export_joint`; retrace -> `retrace`;
-lowering -> `partition`, `compile_inductor_forward`, `compile_inductor_backward`; tracing artifacts -> `trace_artifact`.
+partitioning and Inductor -> `inductor`; what Inductor's programs allocate -> `inductor_program`; tracing artifacts ->
+`trace_artifact`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import builtins
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -378,130 +379,20 @@ def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, deco
         no_autocast(),
         enable_python_dispatcher(),
         fx.traceback.preserve_node_meta(),
-        _unsynced_tracing_context(fake_mode),
+        unsynced_tracing_context(fake_mode),
     ):
         return fx.experimental.proxy_tensor.make_fx(run, decomposition_table=table)(*args)
 
 
 @contextlib.contextmanager
-def _unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
+def unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
+    """A tracing context of its own for `fake_mode`, in which operators and Inductor look for theirs."""
     context = torch._guards.TracingContext(fake_mode)
     with torch._guards.tracing(context):
         yield context
 
 
-# ---- lowering
-
-
-def partition(
-    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint graph into forward and backward graphs; `inductor` also runs its joint passes and min-cut.
-
-    The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
-    the tangents. Without Inductor nothing is recomputed: an unfused graph gains nothing from it.
-    """
-    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-    from torch._inductor import compile_fx
-    from torch._inductor.virtualized import V
-
-    if not inductor:
-        return default_partition(
-            joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
-        )
-    values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    with V.set_fake_mode(fake_mode_of(values)):
-        joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
-    return min_cut_rematerialization_partition(
-        joint,
-        (),
-        compiler="inductor",
-        num_fwd_outputs=num_forward_outputs,
-        static_lifetime_input_indices=list(static_inputs),
-    )
-
-
-Compiled = Callable[[list[Any]], Sequence[Any]]
-"""A compiled graph: takes one list of arguments, which it empties, and returns a sequence."""
-
-
-def compile_inductor_forward(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    num_mutations: int,
-    num_outputs: int,
-    static_inputs: Sequence[int],
-) -> Compiled:
-    """Compile the forward of a partitioned pair with Inductor, and note in `backward` how it lays out what it saves.
-
-    Args:
-        num_mutations, num_outputs: the forward returns updated buffers, then the model's outputs, then saved tensors.
-        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
-    """
-    visible = range(num_mutations, num_mutations + num_outputs)
-    with _compiling(forward), torch._guards.TracingContext.report_output_strides() as strides:
-        compiled = _compile_inner(forward, visible, static_inputs, is_backward=False)
-    _restride_saved(forward, backward, strides)
-    return compiled
-
-
-def compile_inductor_backward(backward: fx.GraphModule) -> Compiled:
-    """Compile the backward of a partitioned pair, after its forward, with Inductor; `backward` is used up."""
-    num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
-    with _compiling(backward):
-        return _compile_inner(backward, range(len(output_list(backward))), range(num_saved), is_backward=True)
-
-
-@contextlib.contextmanager
-def _compiling(module: fx.GraphModule) -> Iterator[None]:
-    """The state that Inductor expects around it; `module`'s fake tensors say which fake mode."""
-    from torch._inductor.virtualized import V
-
-    fake_mode = fake_mode_of([n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
-    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), _unsynced_tracing_context(fake_mode):
-        yield
-
-
-def _compile_inner(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
-    from torch._inductor.utils import BoxedBool
-
-    leaves = output_list(module)
-    module.graph.output_node().meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    return compile_fx_inner(
-        module,
-        inputs,
-        static_input_idxs=list(static),
-        cudagraphs=BoxedBool(False),
-        is_backward=is_backward,
-        boxed_forward_device_index=BoxedDeviceIndex(None),
-    )
-
-
-def _restride_saved(forward: fx.GraphModule, backward: fx.GraphModule, strides: Sequence[Any] | None) -> None:
-    """Tell the backward which memory layout the compiled forward gave to the tensors that it saves."""
-    if strides is None:
-        return
-    produced = {
-        node.name: stride
-        for node, stride in zip(output_list(forward), strides, strict=False)
-        if isinstance(node, fx.Node) and stride is not None
-    }
-    for node in backward.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and node.name in produced and isinstance(value, Tensor):
-            stride = tuple(int(s) for s in produced[node.name])
-            if tuple(value.stride()) != stride:
-                node.meta["val"] = value.as_strided(value.size(), stride)
-
-
-def fresh_compiler_cache() -> contextlib.AbstractContextManager[None]:
-    """Compile from scratch inside: for measurements of compile time."""
-    from torch._inductor.utils import fresh_inductor_cache
-
-    return fresh_inductor_cache()
+# ---- running
 
 
 def release_saved_tensors(ctx: Any) -> None:

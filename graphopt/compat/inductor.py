@@ -1,0 +1,137 @@
+"""Inductor: partitioning a joint graph, and compiling its halves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from graphopt.compat import fake_mode_of, no_autocast, output_list, unsynced_tracing_context
+
+
+def partition(
+    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint graph into forward and backward graphs; `inductor` also runs its joint passes and min-cut.
+
+    The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
+    the tangents. Without Inductor nothing is recomputed: an unfused graph gains nothing from it.
+    """
+    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+    from torch._inductor import compile_fx
+    from torch._inductor.virtualized import V
+
+    if not inductor:
+        return default_partition(
+            joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
+        )
+    values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+    with V.set_fake_mode(fake_mode_of(values)):
+        joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
+    return min_cut_rematerialization_partition(
+        joint,
+        (),
+        compiler="inductor",
+        num_fwd_outputs=num_forward_outputs,
+        static_lifetime_input_indices=list(static_inputs),
+    )
+
+
+Compiled = Callable[[list[Any]], Sequence[Any]]
+"""A compiled graph: takes one list of arguments, which it empties, and returns a sequence."""
+
+
+def compile_inductor_forward(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    num_mutations: int,
+    num_outputs: int,
+    static_inputs: Sequence[int],
+) -> Compiled:
+    """Compile the forward of a partitioned pair with Inductor, and note in `backward` how it lays out what it saves.
+
+    Args:
+        num_mutations, num_outputs: the forward returns updated buffers, then the model's outputs, then saved tensors.
+        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
+    """
+    visible = range(num_mutations, num_mutations + num_outputs)
+    with compiling(forward), torch._guards.TracingContext.report_output_strides() as strides:
+        compiled = compile_graph(forward, visible, static_inputs, is_backward=False)
+    restride_saved(output_list(forward), backward, strides)
+    return compiled
+
+
+def compile_inductor_backward(backward: fx.GraphModule) -> Compiled:
+    """Compile the backward of a partitioned pair, after its forward, with Inductor; `backward` is used up."""
+    num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
+    with compiling(backward):
+        return compile_graph(backward, range(len(output_list(backward))), range(num_saved), is_backward=True)
+
+
+@contextlib.contextmanager
+def compiling(module: fx.GraphModule) -> Iterator[None]:
+    """The state that Inductor expects around it; `module`'s fake tensors say which fake mode."""
+    from torch._inductor.virtualized import V
+
+    fake_mode = fake_mode_of([n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
+    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), unsynced_tracing_context(fake_mode):
+        yield
+
+
+def compile_graph(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
+    """Compile one half with Inductor, within `compiling`."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+    from torch._inductor.utils import BoxedBool
+
+    leaves = output_list(module)
+    module.graph.output_node().meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    return compile_fx_inner(
+        module,
+        inputs,
+        static_input_idxs=list(static),
+        cudagraphs=BoxedBool(False),
+        is_backward=is_backward,
+        boxed_forward_device_index=BoxedDeviceIndex(None),
+    )
+
+
+def restride_saved(results: Sequence[Any], backward: fx.GraphModule, strides: Sequence[Any] | None) -> None:
+    """Tell the backward which memory layout the compiled forward gives to the tensors that it saves.
+
+    Args:
+        results: the forward's.
+        strides: per result of the forward, as numbers, text of numbers or expressions of the graph's symbols; None if unknown.
+    """
+    if strides is None:
+        return
+    produced = {
+        node.name: stride
+        for node, stride in zip(results, strides, strict=False)
+        if isinstance(node, fx.Node) and stride is not None
+    }
+    for node in backward.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name in produced and isinstance(value, Tensor):
+            stride = tuple(_size(s, value) for s in produced[node.name])
+            if tuple(value.stride()) != stride:
+                node.meta["val"] = value.as_strided(value.size(), stride)
+
+
+def _size(value: Any, tensor: Tensor) -> Any:
+    expression = sympy.sympify(value)
+    if expression.is_number:
+        return int(expression)
+    return fake_mode_of([tensor]).shape_env.create_symintnode(expression, hint=None)  # type: ignore[union-attr]
+
+
+def fresh_compiler_cache() -> contextlib.AbstractContextManager[None]:
+    """Compile from scratch inside: for measurements of compile time."""
+    from torch._inductor.utils import fresh_inductor_cache
+
+    return fresh_inductor_cache()

@@ -1,0 +1,195 @@
+"""What the program that Inductor would generate for a graph allocates and releases, read without compiling its kernels.
+
+Inductor decides while it generates code: what it fuses, in which order kernels run, which buffers are written over. So its
+own pipeline runs up to the generated wrapper, and is stopped there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import sympy
+import torch
+from torch import fx
+
+from graphopt.compat import fake_mode_of, output_list
+from graphopt.compat.inductor import compile_graph, compiling, restride_saved
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A storage that the program makes.
+
+    Attributes:
+        name: unique in its program.
+        shape, size: elements per dimension, and bytes, as expressions of the graph's symbols.
+        dtype: of the elements.
+        node: the graph's node that it holds the result of, if one is known.
+    """
+
+    name: str
+    shape: tuple[sympy.Expr, ...]
+    size: sympy.Expr
+    dtype: torch.dtype
+    node: fx.Node | None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the program does.
+
+    "allocate" makes `buffer` and lets the variable `name` hold it; "hold" lets `name` hold what `source` holds, or only the
+    one of its storages that is called `only`; "release" ends a variable; "run" runs the kernel `name`.
+    """
+
+    kind: Literal["allocate", "hold", "release", "run"]
+    name: str
+    buffer: Buffer | None = None
+    source: str = ""
+    only: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """The order of events in the function that Inductor generates.
+
+    Attributes:
+        outputs: per result the variable that holds it; None for a constant.
+        strides: per result, as expressions of the graph's symbols; None for what is not a tensor.
+    """
+
+    events: tuple[Event, ...]
+    outputs: tuple[str | None, ...]
+    strides: tuple[tuple[sympy.Expr, ...] | None, ...]
+
+
+def inductor_programs(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_mutations: int, num_outputs: int, static_inputs: Sequence[int]
+) -> tuple[Program, Program]:
+    """The programs for the halves of a partitioned joint graph, which are used up.
+
+    Args:
+        num_mutations, num_outputs, static_inputs: as for `compile_inductor_forward`.
+    """
+    visible = range(num_mutations, num_mutations + num_outputs)
+    results = output_list(forward)
+    first = _program(forward, visible, static_inputs, is_backward=False)
+    fake_mode = fake_mode_of([n.meta["val"] for n in backward.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
+    with fake_mode or contextlib.nullcontext():
+        restride_saved(results, backward, first.strides)
+    num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
+    second = _program(backward, range(len(output_list(backward))), range(num_saved), is_backward=True)
+    return first, second
+
+
+def _program(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Program:
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor import config
+    from torch._inductor.graph import GraphLowering
+
+    def stop(self: Any) -> Any:
+        generate(self)
+        raise _Generated(_read(self))
+
+    generate = GraphLowering.codegen
+    results = tuple(n.name if isinstance(n, fx.Node) else None for n in output_list(module))
+    try:
+        with (
+            compiling(module),
+            config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+            mock.patch.object(GraphLowering, "codegen", stop),
+        ):
+            compile_graph(module, visible, static, is_backward)
+    except _Generated as generated:
+        return generated.program
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, _Generated):
+            return error.inner_exception.program
+        raise
+    return Program((), results, (None,) * len(results))  # nothing to compute: no program is generated
+
+
+class _Generated(Exception):
+    """Stops Inductor's pipeline once it has generated the program."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__("the program is generated")
+        self.program = program
+
+
+def _read(graph: Any) -> Program:
+    from torch._inductor import ir
+
+    outputs: list[str | None] = []
+    strides: list[tuple[sympy.Expr, ...] | None] = []
+    for node in graph.graph_outputs:
+        tensor = isinstance(node, ir.IRNode) and node.has_tensor_output()
+        outputs.append(node.get_name() if tensor else None)
+        strides.append(tuple(node.get_stride()) if tensor else None)
+    events = tuple(event for line in graph.wrapper_code.lines for event in _events(graph, line))
+    return Program(events, tuple(outputs), tuple(strides))
+
+
+def _events(graph: Any, line: Any) -> Iterator[Event]:
+    """What one line of the generated function does; lines that neither allocate nor compute do nothing."""
+    from torch._inductor.codegen import wrapper
+
+    if isinstance(line, wrapper.AllocateLine):
+        yield Event("allocate", line.node.get_name(), _buffer(graph, line.node))
+    elif isinstance(line, wrapper.FreeIfNotReusedLine):
+        if not line.is_reused:
+            yield Event("release", line.node.get_name())
+    elif isinstance(line, wrapper.FreeLine):
+        yield Event("release", line.node.get_name())
+    elif isinstance(line, wrapper.ReuseLine):
+        yield Event("hold", line.reused_as.get_name(), source=line.node.get_name())
+        if line.delete_old:
+            yield Event("release", line.node.get_name())
+    elif isinstance(line, wrapper.ReinterpretLine):
+        yield Event("hold", line.reused_as.get_name(), source=line.node.get_name())
+    elif isinstance(line, wrapper.MultiOutputLine):
+        yield Event("hold", line.result_name, source=line.arg_name, only=line.result_name)
+    elif isinstance(line, wrapper.ExternKernelAllocLine):
+        yield from _allocated_by(graph, line.node)
+        yield Event("run", line.node.get_kernel_name())
+    elif isinstance(line, (wrapper.ExternKernelOutLine, wrapper.ScatterFallbackLine, wrapper.IndexPutFallbackLine)):
+        yield Event("run", line.node.get_kernel_name() or type(line.node).__name__)
+    elif isinstance(line, wrapper.KernelCallLine):
+        yield Event("run", line.kernel_name)
+
+
+def _allocated_by(graph: Any, node: Any) -> Iterator[Event]:
+    """Results of an operator that makes its own storages; those that nothing reads exist while it runs."""
+    from torch._inductor import ir
+
+    name = node.get_name()
+    aliased = node.get_inputs_that_alias_output()
+    if aliased:
+        for source in aliased:
+            yield Event("hold", name, source=source)
+    elif isinstance(node.layout, ir.MultiOutputLayout):
+        for output in _flat(getattr(node, "outputs", ())):
+            if isinstance(output, ir.MultiOutput):
+                yield Event("allocate", name, _buffer(graph, output))
+    elif not isinstance(node.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
+        yield Event("allocate", name, _buffer(graph, node))
+
+
+def _flat(outputs: Any) -> Iterator[Any]:
+    if isinstance(outputs, (list, tuple)):
+        for output in outputs:
+            yield from _flat(output)
+    else:
+        yield outputs
+
+
+def _buffer(graph: Any, node: Any) -> Buffer:
+    origins = sorted(node.get_origins(), key=lambda n: n.name) if node.get_origin_node() is None else [node.get_origin_node()]
+    elements = sympy.sympify(graph.get_allocation_storage_size(node))
+    shape = tuple(sympy.sympify(size) for size in node.get_size())
+    dtype = node.get_dtype()
+    return Buffer(node.get_name(), shape, elements * dtype.itemsize, dtype, origins[-1] if origins else None)
