@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.flop_formulas import node_flops
+from graphopt.compat import is_recomputed
 from graphopt.errors import InputError
 from graphopt.graph import BATCH, TrainingGraph, ancestors
 
@@ -158,7 +159,8 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
 
     rank = {names.index(name): i for i, name in enumerate(order)}
     classes: dict[int, list[sympy.Expr]] = defaultdict(list)
-    for node in (*shared, *(n for nodes in private.values() for n in nodes)):
+    again = [node for node in flops if node in forward and serves.get(node, 0)]
+    for node in (*shared, *again, *(n for nodes in private.values() for n in nodes)):
         mask = sum(1 << rank[i] for i in range(len(names)) if serves[node] >> i & 1)
         classes[mask].append(flops[node])
     own = {names[i]: sympy.Add(*(flops[n] for n in nodes)) for i, nodes in private.items()}
@@ -177,12 +179,12 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
 
 
 def _served_parameters(graph: TrainingGraph, forward: set[fx.Node], gradients: list[fx.Node]) -> dict[fx.Node, int]:
-    """For every backward node, a bit mask of the gradients computed from it."""
+    """For every node that the backward runs, a bit mask of the gradients computed from it."""
     serves: dict[fx.Node, int] = defaultdict(int)
     for i, node in enumerate(gradients):
         serves[node] |= 1 << i
     for node in reversed(list(graph.graph.nodes)):
-        if node in forward or node.op == "output":
+        if (node in forward and not is_recomputed(node)) or node.op == "output":
             continue
         for user in node.users:
             if user.op != "output":

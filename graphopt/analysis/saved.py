@@ -1,4 +1,4 @@
-"""Bytes that the forward keeps for the backward, before any recomputation."""
+"""Bytes that the forward keeps for the backward, if nothing is recomputed but what is marked so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from graphopt.analysis.liveness import is_view
+from graphopt.compat import is_recomputed
 from graphopt.graph import TrainingGraph, ancestors
+
+_TENSORS = (Tensor, tuple, list)
+"""What computes with a tensor; a size that is read off it needs no memory."""
 
 
 def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
@@ -20,7 +25,9 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
     forward = ancestors(graph.forward_results())
     storages: dict[Any, int] = {}
     for node in forward:
-        if node.op != "call_function" or not any(u not in forward and u.op != "output" for u in node.users):
+        if node.op != "call_function" or is_recomputed(node):
+            continue
+        if not any((u not in forward or is_recomputed(u)) and isinstance(u.meta.get("val"), _TENSORS) for u in node.users):
             continue
         source = _view_source(node)
         if source.op == "placeholder":
@@ -36,7 +43,7 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
 
 def _view_source(node: fx.Node) -> fx.Node:
     """The node whose storage `node` is a view of (itself, if it is no view)."""
-    while node.op == "call_function" and getattr(node.target, "is_view", False):
+    while node.op == "call_function" and is_view(node):
         source = node.args[0]
         if not isinstance(source, fx.Node):
             break

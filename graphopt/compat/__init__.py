@@ -410,3 +410,29 @@ def trace_artifact(name: str, text: str) -> None:
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+# ---- rewriting
+
+
+def _policy(name: str) -> dict[str, Any]:
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return {"recompute": getattr(CheckpointPolicy, name), "ac_graph_id": 0}
+
+
+RECOMPUTE, SAVE = _policy("MUST_RECOMPUTE"), _policy("MUST_SAVE")
+"""Metadata of a node that the backward computes again, or alone; and of one whose result the forward gives it."""
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the backward computes a node of the forward again instead of being given its result."""
+    return node.op == "call_function" and node.meta.get("recompute") == RECOMPUTE["recompute"]
+
+
+def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives for the fake tensors that its arguments' nodes record."""
+    values = fx.map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
+    tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)]
+    with fake_mode_of(tensors) or contextlib.nullcontext(), torch.no_grad(), no_autocast():
+        return target(*values[0], **values[1])

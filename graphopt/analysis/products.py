@@ -1,0 +1,124 @@
+"""Matrix products in a joint graph, seen through what does not change them.
+
+Models flatten, transpose, scale and copy between two products. `as_matrix` looks through that: it says which tensor an operand
+is, whether it is transposed, and by what number it was multiplied. Two tensors are the same if they are computed alike.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
+_SAME_VALUES = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default})
+_TRANSPOSES = frozenset({aten.t.default})
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An operand of a product: `scale` times the matrix that `leaf` is with all but its last dimension flattened.
+
+    Attributes:
+        leaf: the node that computes it.
+        transposed: the operand is the transpose of that matrix.
+        scale: a number.
+    """
+
+    leaf: fx.Node
+    transposed: bool
+    scale: float
+
+
+def as_matrix(node: fx.Node) -> Matrix:
+    """What a node with two dimensions is as a matrix."""
+    transposed, scale = False, 1.0
+    while node.op == "call_function":
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            break
+        if node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
+            transposed = not transposed
+        elif node.target in VIEWS and keeps_rows(node):
+            pass
+        elif (factor := scalar_factor(node)) is not None:
+            scale *= factor
+        elif node.target not in _SAME_VALUES:
+            break
+        node = source
+    return Matrix(node, transposed, scale)
+
+
+def keeps_rows(node: fx.Node) -> bool:
+    """Whether a view keeps the last dimension, so that the flattened rows stay the same."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    before, after = source.meta["val"], node.meta["val"]
+    return before.dim() > 0 and after.dim() > 0 and _same_size(before.shape[-1], after.shape[-1])
+
+
+def scalar_factor(node: fx.Node) -> float | None:
+    """The number that a node multiplies its first argument by; None if it does something else."""
+    if node.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(node.args[1], (int, float)):
+        return float(node.args[1])
+    if node.target in (aten.div.Tensor, aten.div.Scalar) and len(node.args) == 2 and isinstance(node.args[1], (int, float)):
+        return 1.0 / float(node.args[1]) if node.args[1] else None
+    return None
+
+
+def product(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The operands of a matrix product, with or without a bias; None for any other node."""
+    if node.target is aten.mm.default:
+        return node.args[0], node.args[1]  # type: ignore[return-value]
+    if node.target is aten.addmm.default and not any(v != 1 for v in node.kwargs.values()):
+        return node.args[1], node.args[2]  # type: ignore[return-value]
+    return None
+
+
+def value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
+    """A number per node; equal numbers mean equal values, because the same operator has the same arguments.
+
+    Operators that draw random numbers or write to an argument get a number of their own.
+    """
+    numbers: dict[fx.Node, int] = {}
+    known: dict[Any, int] = {}
+    for position, node in enumerate(graph.nodes):
+        key: Any = position
+        if node.op == "call_function" and not _is_impure(node):
+            arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Number(numbers[n]))
+            key = (node.target, repr(arguments))
+        numbers[node] = known.setdefault(key, position)
+    return numbers
+
+
+@dataclass(frozen=True)
+class _Number:
+    value: int
+
+
+def _is_impure(node: fx.Node) -> bool:
+    if node.target is operator.getitem or not hasattr(node.target, "_schema"):
+        return False
+    return _RANDOM in node.target.tags or node.target._schema.is_mutable  # type: ignore[union-attr]
+
+
+def _same_size(left: Any, right: Any) -> bool:
+    return isinstance(left, int) and isinstance(right, int) and left == right
+
+
+def shape_of(node: fx.Node) -> tuple[Any, ...]:
+    """Dimensions of a node's tensor."""
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return tuple(value.shape)
+
+
+def same_tensor(node: fx.Node) -> bool:
+    """Whether a node passes its first argument on: the same rows, the same values."""
+    return (node.target in VIEWS and keeps_rows(node)) or node.target in _SAME_VALUES

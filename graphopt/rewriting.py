@@ -1,0 +1,48 @@
+"""What rewriting a joint graph needs beside replacing nodes: an order in which it can run, and sizes that keep nothing alive."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from graphopt.compat import expression
+
+aten = torch.ops.aten
+
+
+def sort_nodes(graph: fx.Graph, position: Mapping[fx.Node, float]) -> None:
+    """Move nodes so that each runs after what it reads, and otherwise in the order of `position`."""
+    waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(position.get(n, 0.0), i, n) for i, n in enumerate(graph.nodes) if not waiting[n]]
+    heapq.heapify(ready)
+    serial = len(waiting)
+    last = graph._root
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        if last.next is not node:
+            last.append(node)
+        last = node
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                serial += 1
+                heapq.heappush(ready, (position.get(user, float("inf")), serial, user))
+
+
+def simplify_sizes(graph: fx.Graph) -> None:
+    """Read every size from a graph input or compute it from such sizes, so that asking for a size keeps no tensor alive."""
+    known: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.SymInt):
+            continue
+        from_tensor = node.target is aten.sym_size.int and node.args[0].op != "placeholder"
+        key = expression(value)
+        if key in known:
+            if from_tensor:
+                node.replace_all_uses_with(known[key])
+        elif not from_tensor:
+            known[key] = node

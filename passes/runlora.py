@@ -1,0 +1,228 @@
+"""Contraction orders of layers with low-rank adapters (RunLoRA, section 3).
+
+A layer Y = XW + c(XA)B and its gradients are chains of matrix products, which can be computed in any order, and W + cAB can
+be formed first. Which order costs least depends on rows, sizes and rank; `graphopt.planner.contraction` chooses, this pass rewrites.
+
+Preserves: EXACT, to the rounding of the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from graphopt.passes.base import Changes, Preserves, Site
+from torch import fx
+
+from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, order_flops
+from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites
+from graphopt.analysis.products import product, same_tensor
+from graphopt.compat import RECOMPUTE, SAVE, run_on_metadata
+from graphopt.errors import PassError
+from graphopt.graph import BATCH, TrainingGraph, ancestors
+from graphopt.rewriting import simplify_sizes, sort_nodes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class RunLora:
+    """The reordering of adapters' products.
+
+    Attributes:
+        order: one order for all layers (see `named_order`); None: the planner chooses for each.
+        criterion: what the planner minimises: "time" (measured products) or "flops".
+    """
+
+    order: Order | None = None
+    criterion: str = "time"
+    name = "runlora"
+    preserves = Preserves.EXACT
+    serves = ()
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every layer whose products can be reordered, by the name of its weight."""
+        return [Site(layer.name) for layer in find_lora_sites(graph).layers]
+
+    def apply(self, graph: TrainingGraph, decisions: Mapping[str, Order] | Collection[str]) -> Changes:
+        """Give each layer the order in `decisions`; where only names are given, `order` or the one with the fewest FLOPs.
+
+        Raises:
+            PassError: an unknown layer, or an order that merges where merging would change the result.
+        """
+        sites = find_lora_sites(graph)
+        layers = {layer.name: layer for layer in sites.layers}
+        unknown = sorted(set(decisions) - set(layers))
+        if unknown:
+            raise PassError(f"no layer with adapters that can be reordered: {', '.join(unknown)}.")
+        rewriter = _Rewriter(graph)
+        changed = []
+        for name, layer in layers.items():
+            if name not in decisions:
+                continue
+            order = decisions[name] if isinstance(decisions, Mapping) else self.order or fewest_flops(layer, graph.batch_size)
+            order = order.for_layer(layer.shape)
+            if order != AUTOGRAD.for_layer(layer.shape):
+                rewriter.rewrite(layer, order)
+                changed.append(name)
+        removed = rewriter.finish() if changed else 0
+        return Changes(tuple(changed), _left_alone(sites, changed), removed)
+
+
+def _left_alone(sites: LoraSites, changed: Collection[str]) -> dict[str, str]:
+    kept = {layer.name: "autograd's own order is the cheapest" for layer in sites.layers if layer.name not in changed}
+    return {**sites.left_alone, **kept}
+
+
+def fewest_flops(layer: LoraLayer, batch_size: int) -> Order:
+    """The legal order with the fewest FLOPs; among equals the first of `all_orders`."""
+
+    def cost(order: Order) -> int:
+        return int(order_flops(order, layer.shape).subs(BATCH, batch_size)) if hasattr(rows, "subs") else order_flops(order, layer.shape)
+
+    rows = layer.shape.rows
+    return min((o for o in legal_orders(layer)), key=cost)
+
+
+def legal_orders(layer: LoraLayer) -> list[Order]:
+    """The orders that give the layer's own result."""
+    return [o for o in all_orders(layer.shape) if refusal(layer, o) == ""]
+
+
+def refusal(layer: LoraLayer, order: Order) -> str:
+    """Why an order cannot be used for a layer; "" if it can."""
+    if order.merges and layer.unmergeable:
+        return layer.unmergeable
+    if order.merged_input_grad and any(a.grad_input is not None and a.input_sum is None for a in layer.adapters):
+        return "the parts of its input's gradient are not added up in one place"
+    return ""
+
+
+def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
+    """`first` and the views of it that `last` reads."""
+    reached = ancestors([last])
+    nodes = [first]
+    for node in nodes:
+        nodes += [u for u in node.users if u in reached and u is not last and same_tensor(u)]
+    return nodes
+
+
+class _Rewriter:
+    """Carries out orders, layer by layer, on one graph."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.replaced: dict[fx.Node, fx.Node] = {}
+        self.order = {node: float(i) for i, node in enumerate(graph.graph.nodes)}
+
+    def rewrite(self, layer: LoraLayer, order: Order) -> None:
+        """Rewrite one layer."""
+        reason = refusal(layer, order)
+        if reason:
+            raise PassError(f"{layer.name} cannot be computed as {order}: {reason}.")
+        merged = self._merged(layer, order) if order.merges else None
+        if order.merged_forward:
+            assert merged is not None
+            self._replace_operand(layer.base, 2 if layer.base.target is aten.addmm.default else 1, merged)
+            for adapter in layer.adapters:
+                self._replace(adapter.total, adapter.chained)
+        weight_product: fx.Node | None = None
+        for adapter in layer.adapters:
+            a, b = adapter.first.args[1], adapter.second.args[1]
+            if adapter.grad_a is not None and order.weight_grad_a:
+                weight_product = weight_product or self._weight_product(layer, adapter.grad_a.node)
+                self._gradient(adapter.grad_a, b, weight_product)  # dA' = B (dY'X)
+            if adapter.grad_b is not None and order.weight_grad_b:
+                weight_product = weight_product or self._weight_product(layer, adapter.grad_b.node)
+                self._gradient(adapter.grad_b, weight_product, a)  # dB' = (dY'X) A
+            if adapter.grad_b is not None and not order.weight_grad_b and order.save != "xa":
+                for node in _between(adapter.first, adapter.grad_b.node):
+                    node.meta.update(RECOMPUTE)
+            if order.merged_input_grad and adapter.input_sum is not None:
+                self._replace(*adapter.input_sum)
+        if order.merged_input_grad and layer.grad_input is not None and merged is not None:
+            transposed = self._emit(aten.t.default, (merged,), layer.grad_input)
+            self._replace_operand(layer.grad_input, 1, transposed)
+
+    def _merged(self, layer: LoraLayer, order: Order) -> fx.Node:
+        """W + c AB, in the layout in which W is stored."""
+        anchor = layer.base if order.merged_forward else layer.grad_input
+        assert anchor is not None
+        operands = product(layer.base)
+        assert operands is not None
+        stored_transposed = operands[1].target is aten.t.default
+        merged = self._transposed(operands[1], anchor) if stored_transposed else operands[1]
+        for adapter in layer.adapters:
+            a, b = adapter.first.args[1], adapter.second.args[1]
+            if stored_transposed:
+                a, b = self._transposed(b, anchor), self._transposed(a, anchor)
+            factor = {} if adapter.scale == 1 else {"alpha": adapter.scale}
+            merged = self._emit(aten.addmm.default, (merged, a, b), anchor, factor)
+            if order.merged_input_grad:
+                merged.meta.update(SAVE if order.save == "merged" else RECOMPUTE)
+        result = self._emit(aten.t.default, (merged,), anchor) if stored_transposed else merged
+        result.meta.update({k: v for k, v in merged.meta.items() if k in RECOMPUTE})
+        return result
+
+    def _weight_product(self, layer: LoraLayer, anchor: fx.Node) -> fx.Node:
+        """Z3' = dY'X (o x i), which is also W's gradient where W is trained."""
+        if layer.grad_weight is not None and layer.grad_weight.scale == 1:
+            node = layer.grad_weight.node
+            return node if layer.grad_weight.transposed else self._emit(aten.t.default, (node,), anchor)
+        operands = product(layer.base)
+        assert operands is not None and layer.grad_output is not None
+        grad = self._rows(layer.grad_output, operands[0], anchor)
+        return self._emit(aten.mm.default, (self._emit(aten.t.default, (grad,), anchor), operands[0]), anchor)
+
+    def _rows(self, node: fx.Node, like: fx.Node, anchor: fx.Node) -> fx.Node:
+        """A tensor with all but its last dimension flattened, as many rows as `like` has."""
+        if node.meta["val"].dim() == 2:
+            return node
+        rows = self._emit(aten.sym_size.int, (like, 0), anchor) if self.graph.symbolic else like.meta["val"].shape[0]
+        return self._emit(aten.view.default, (node, [rows, node.meta["val"].shape[-1]]), anchor)
+
+    def _gradient(self, gradient: Gradient, left: Any, right: Any) -> None:
+        """Replace a gradient by scale * left right, of which it is the transpose unless `gradient.transposed`."""
+        anchor = gradient.node
+        value = self._emit(aten.mm.default, (left, right), anchor)
+        if gradient.scale != 1:
+            value = self._emit(aten.mul.Tensor, (value, gradient.scale), anchor)
+        self._replace(anchor, value if gradient.transposed else self._emit(aten.t.default, (value,), anchor))
+
+    def _transposed(self, node: Any, anchor: fx.Node) -> fx.Node:
+        return node.args[0] if node.target is aten.t.default else self._emit(aten.t.default, (node,), anchor)
+
+    def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A new node that runs just before `anchor`."""
+        resolved = fx.map_arg(args, self._current)
+        with self.graph.graph.inserting_before(anchor):
+            node = self.graph.graph.call_function(target, resolved, kwargs or {})
+        node.meta = {k: anchor.meta[k] for k in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace") if k in anchor.meta}
+        node.meta["val"] = run_on_metadata(target, resolved, kwargs or {})
+        self.order[node] = self.order[anchor] - 0.5
+        return node
+
+    def _current(self, node: fx.Node) -> fx.Node:
+        while node in self.replaced:
+            node = self.replaced[node]
+        return node
+
+    def _replace(self, old: fx.Node, new: fx.Node) -> None:
+        new = self._current(new)
+        old.replace_all_uses_with(new, propagate_meta=False)
+        self.replaced[old] = new
+
+    def _replace_operand(self, node: fx.Node, position: int, operand: fx.Node) -> None:
+        args = list(node.args)
+        args[position] = operand
+        node.args = tuple(args)
+
+    def finish(self) -> int:
+        """Put the nodes in an order in which they can run, and remove what nothing needs; returns how many."""
+        simplify_sizes(self.graph.graph)
+        removed = self.graph.eliminate_dead_code()
+        sort_nodes(self.graph.graph, self.order)
+        self.graph.module.recompile()
+        return removed
