@@ -16,6 +16,7 @@ from graphopt import compat
 from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.lora_sites import find_lora_sites
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.paper_rules import PaperProfile, paper_profile
@@ -26,7 +27,8 @@ from graphopt.errors import ImportanceError, InputError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Pass
+from graphopt.passes import GreenTrainer, Pass, RunLora
+from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
@@ -71,7 +73,7 @@ def optimize(
         start = time.perf_counter()
         graph = variants.captured(args, kwargs)
         capture_seconds = time.perf_counter() - start
-        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss)
+        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, passes == "auto")
     return OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
 
 
@@ -84,13 +86,24 @@ def make_plan(
     passes: tuple[Pass, ...],
     optimizer: torch.optim.Optimizer | None,
     loss: LossFunction | None,
+    auto: bool = False,
 ) -> Plan:
-    """Decide for every pass; see `optimize`."""
+    """Decide for every pass; see `optimize`.
+
+    Args:
+        auto: passes that have nothing to do are left out.
+    """
+    imprecise: dict[str, float] = {}
+    if any(isinstance(p, RunLora) for p in passes):
+        sites = find_lora_sites(graph)
+        if auto and not sites.layers and not sites.left_alone:
+            passes = tuple(p for p in passes if not isinstance(p, RunLora))
+        imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     given = [p.train for p in passes if isinstance(p, GreenTrainer) and p.train is not None]
     if given:
-        return Plan(budget, passes, train=frozenset(given[0]))
+        return Plan(budget, passes, train=frozenset(given[0]), imprecise=imprecise)
     if budget.flops is None:
-        return Plan(budget, passes)
+        return Plan(budget, passes, imprecise=imprecise)
     profile = flop_profile(graph)
     names = reachable(profile, budget)
     importance = measure_importance(model, args, kwargs, names, optimizer, loss)
@@ -100,7 +113,7 @@ def make_plan(
             "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "
             "optimizer=None to rate tensors by their squared gradient."
         )
-    return Plan(budget, passes, frozenset(selection.names), selection, importance)
+    return Plan(budget, passes, frozenset(selection.names), selection, importance, imprecise)
 
 
 @dataclass(frozen=True)

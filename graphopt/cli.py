@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, InputError
 
 app = typer.Typer(
     name="graphopt",
@@ -225,6 +225,33 @@ def bench_memory(
         print(text)
     else:
         memory.show(results, Console())
+
+
+@bench_app.command("runlora")
+def bench_runlora(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
+    cases: Annotated[str, typer.Option(help="Comma-separated names of cases; all by default.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """LoRA with PEFT, eager and torch.compile, against reordered products."""
+    import torch
+
+    from graphopt.bench import runlora
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in kinds:
+        raise InputError(f"dtype {dtype!r}: use {' or '.join(kinds)}.")
+    results = runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], Console(stderr=True))
+    text = json.dumps(results, indent=1)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    if as_json:
+        print(text)
+    else:
+        runlora.show(results, Console())
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: CompiledSt
     current = graph
     for rewrite in plan.passes:
         stage += 1
-        current, _ = Plan(plan.budget, (rewrite,), plan.train).rewrite(current)
+        current, _ = replace(plan, passes=(rewrite,)).rewrite(current)
         after = readable(current)
         yield f"{stage}_{rewrite.name}.py", after
         yield f"{stage}_{rewrite.name}.diff", unified_diff(before, after, rewrite.name)

@@ -60,6 +60,7 @@ class PassReport:
         changes: see `Changes`.
         step_flops_before, step_flops_after: FLOPs of forward and backward at the captured batch size.
         saved_bytes_before, saved_bytes_after: bytes of activations that the forward keeps for the backward.
+        choices: how the planner decided, one per site, where it says so.
     """
 
     name: str
@@ -69,6 +70,7 @@ class PassReport:
     step_flops_after: int
     saved_bytes_before: int
     saved_bytes_after: int
+    choices: tuple[Any, ...] = ()
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
 """Contraction orders of layers with low-rank adapters (RunLoRA, section 3).
 
 A layer Y = XW + c(XA)B and its gradients are chains of matrix products, which can be computed in any order, and W + cAB can
-be formed first. Which order costs least depends on rows, sizes and rank; `graphopt.planner.contraction` chooses, this pass rewrites.
+be formed first. Which order costs least depends on rows, sizes and rank; `graphopt.planner.contraction` chooses, this pass
+rewrites.
 
 Preserves: EXACT, to the rounding of the products.
 """
@@ -21,7 +22,7 @@ from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lo
 from graphopt.analysis.products import product, same_tensor
 from graphopt.compat import RECOMPUTE, SAVE, run_on_metadata
 from graphopt.errors import PassError
-from graphopt.graph import BATCH, TrainingGraph, ancestors
+from graphopt.graph import TrainingGraph, ancestors
 from graphopt.rewriting import simplify_sizes, sort_nodes
 
 aten = torch.ops.aten
@@ -79,11 +80,8 @@ def _left_alone(sites: LoraSites, changed: Collection[str]) -> dict[str, str]:
 def fewest_flops(layer: LoraLayer, batch_size: int) -> Order:
     """The legal order with the fewest FLOPs; among equals the first of `all_orders`."""
 
-    def cost(order: Order) -> int:
-        return int(order_flops(order, layer.shape).subs(BATCH, batch_size)) if hasattr(rows, "subs") else order_flops(order, layer.shape)
-
-    rows = layer.shape.rows
-    return min((o for o in legal_orders(layer)), key=cost)
+    shape = layer.shape.at(batch_size)
+    return min(legal_orders(layer), key=lambda order: order_flops(order, shape))
 
 
 def legal_orders(layer: LoraLayer) -> list[Order]:
@@ -172,7 +170,8 @@ class _Rewriter:
             node = layer.grad_weight.node
             return node if layer.grad_weight.transposed else self._emit(aten.t.default, (node,), anchor)
         operands = product(layer.base)
-        assert operands is not None and layer.grad_output is not None
+        assert operands is not None
+        assert layer.grad_output is not None
         grad = self._rows(layer.grad_output, operands[0], anchor)
         return self._emit(aten.mm.default, (self._emit(aten.t.default, (grad,), anchor), operands[0]), anchor)
 

@@ -8,9 +8,11 @@ Z1 = dY B' (t x r), Z2 = XA (t x r), Z3 = X'dY (i x o) and Z4 = W + cAB (i x o).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
+
+from graphopt.graph import BATCH
 
 Save = Literal["none", "xa", "merged"]
 """What the forward keeps for the backward beside X and the weights: nothing, Z2, or Z4."""
@@ -118,6 +120,10 @@ class LayerShape:
     weight_grad: bool = False
     itemsize: int = 4
 
+    def at(self, batch_size: int) -> LayerShape:
+        """The sizes at a concrete batch size."""
+        return self if isinstance(self.rows, int) else replace(self, rows=int(self.rows.subs(BATCH, batch_size)))
+
 
 Product = tuple[Any, Any, Any]
 """m, k, n: an (m x k) by (k x n) matrix product, 2mkn FLOPs."""
@@ -171,9 +177,7 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
 
 
 def _needs_weight_product(order: Order, shape: LayerShape) -> bool:
-    return any(
-        (a.trains_a and order.weight_grad_a) or (a.trains_b and order.weight_grad_b) for a in shape.adapters
-    )
+    return any((a.trains_a and order.weight_grad_a) or (a.trains_b and order.weight_grad_b) for a in shape.adapters)
 
 
 def order_flops(order: Order, shape: LayerShape) -> Any:

@@ -274,7 +274,8 @@ class _Finder:
         if grads:
             (number,) = grads
             uses = self.products.get(number, [])
-            inputs = [(n, m) for n, m, o, _ in uses if self.numbers[o.leaf] == self.numbers[w.leaf] and o.transposed != w.transposed]
+            of_weight = [u for u in uses if self.numbers[u[2].leaf] == self.numbers[w.leaf]]
+            inputs = [(n, m) for n, m, o, _ in of_weight if o.transposed != w.transposed]
             weights = [(n, m, o, left) for n, m, o, left in uses if self.numbers[o.leaf] == self.numbers[x.leaf]]
             if len(inputs) > 1 or len(weights) > 1:
                 raise _NotALayer("its gradients are computed in a way that is not known")

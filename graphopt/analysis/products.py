@@ -91,15 +91,10 @@ def value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
     for position, node in enumerate(graph.nodes):
         key: Any = position
         if node.op == "call_function" and not _is_impure(node):
-            arguments = fx.map_arg((node.args, node.kwargs), lambda n: _Number(numbers[n]))
+            arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"value {numbers[n]}")
             key = (node.target, repr(arguments))
         numbers[node] = known.setdefault(key, position)
     return numbers
-
-
-@dataclass(frozen=True)
-class _Number:
-    value: int
 
 
 def _is_impure(node: fx.Node) -> bool:

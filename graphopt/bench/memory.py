@@ -117,7 +117,7 @@ def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
     for _ in range(WARMUP):
         train()
     held = _held_bytes(model, inputs, optimizer)
-    measured = _peak_on_cuda(train) if device == "cuda" else held + _peak_on_cpu(train)
+    measured = peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
     return {
         "model": case.model,
         "backend": case.backend,
@@ -139,7 +139,7 @@ def _held_bytes(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: to
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _peak_on_cpu(train: Callable[[], None]) -> int:
+def peak_on_cpu(train: Callable[[], None]) -> int:
     """Largest running sum of the allocator's events during one step."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -154,7 +154,8 @@ def _peak_on_cpu(train: Callable[[], None]) -> int:
     return peak
 
 
-def _peak_on_cuda(train: Callable[[], None]) -> int:
+def peak_on_cuda(train: Callable[[], None]) -> int:
+    """Largest number of bytes that tensors held during one step."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

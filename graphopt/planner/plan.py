@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, run_pass
+from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, RunLora, run_pass
+from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
+from graphopt.planner.product_times import product_times
 from graphopt.planner.selection import BackwardCosts, Selection, infeasible, select
 
 PassList = str | Sequence[str | Pass]
@@ -20,7 +23,7 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
     """The passes to run, and a check that they serve every field of the budget.
 
     Args:
-        passes: "auto" (whatever the budget needs), or names and pass objects.
+        passes: "auto" (those that need no budget, and whatever the budget needs), or names and pass objects.
     Raises:
         PassError: an unknown pass.
         BudgetError: a field of the budget that no pass in use serves.
@@ -29,7 +32,7 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
     if isinstance(passes, str):
         if passes != "auto":
             raise PassError(f"passes={passes!r}: use 'auto' or a list of {_known()}.")
-        chosen = [make() for make in BY_NAME.values() if set(make.serves) & set(budget.stated())]
+        chosen = [make() for make in BY_NAME.values() if not make.serves or set(make.serves) & set(budget.stated())]
     else:
         for item in passes:
             if isinstance(item, str):
@@ -64,6 +67,7 @@ class Plan:
         train: parameters to train; None trains all.
         selection: how `train` was found; None where it was given or nothing limits FLOPs.
         importance: what the selection maximised.
+        imprecise: error by name of layers whose weight must not be merged with their adapters; see `merge_errors`.
     """
 
     budget: Budget
@@ -71,19 +75,34 @@ class Plan:
     train: frozenset[str] | None = None
     selection: Selection | None = None
     importance: Importance | None = None
-    notes: tuple[str, ...] = field(default=())
+    imprecise: Mapping[str, float] = field(default_factory=dict)
 
-    def rewrite(self, graph: TrainingGraph) -> tuple[TrainingGraph, list[PassReport]]:
-        """Run every pass on `graph`; the graph itself stays as it is."""
+    @property
+    def key(self) -> Hashable:
+        """What compiled steps depend on; plans with equal keys give equal steps."""
+        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA)
+
+    def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
+        """Run every pass on `graph`; the graph itself stays as it is.
+
+        Args:
+            batch_size: for which decisions are taken that depend on it; by default the captured one.
+        """
         reports = []
         for rewrite in self.passes:
-            decisions = {site.name for site in rewrite.applicable(graph)}
+            choices: tuple[Choice, ...] = ()
+            if isinstance(rewrite, RunLora):
+                found = choose_orders(graph, batch_size or graph.batch_size, rewrite, self.imprecise, product_times)
+                choices = tuple(found.values())
+                decisions: Any = {name: choice.order for name, choice in found.items()}
+            else:
+                decisions = {site.name for site in rewrite.applicable(graph)}
             if isinstance(rewrite, GreenTrainer) and self.train is not None:
                 decisions &= self.train
                 if not decisions:
                     raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
             graph, report = run_pass(rewrite, graph, decisions)
-            reports.append(report)
+            reports.append(replace(report, choices=choices))
         return graph, reports
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from graphopt.analysis.flops import FlopProfile
@@ -22,6 +22,8 @@ class Report:
         approximations: every respect in which a step is not full training; empty if none.
         trained, trainable: number of tensors trained, and that could be.
         selected, cut: their names.
+        adapters: per layer with low-rank adapters its order of products, FLOPs, bytes and predicted time before and after.
+        left_alone: reason by name for what looks like such an adapter and is not reordered.
         notes: what else there is to know about the captured model.
         forward_flops, backward_flops, full_step_flops: of full training.
         step_flops: of the optimised step; `flops_ratio` is its share of the full step.
@@ -57,6 +59,8 @@ class Report:
     rewrite_seconds: float
     select_seconds: float
     notes: list[str]
+    adapters: list[dict[str, Any]] = field(default_factory=list)
+    left_alone: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -81,6 +85,8 @@ class Report:
             f"overhead         {self.captures} captures {self.capture_seconds:.1f} s, selection {self.select_seconds:.1f} s, "
             f"{self.compilations} compilations {self.compile_seconds:.1f} s (passes {self.rewrite_seconds:.2f} s)"
         )
+        lines.extend(f"adapters         {adapter['text']}" for adapter in self.adapters)
+        lines.extend(f"left alone       {name}: {reason}" for name, reason in self.left_alone.items())
         lines.extend(f"note             {note}" for note in self.notes)
         return "\n".join(lines)
 
@@ -97,12 +103,18 @@ def make_report(
     trainable = list(flops.order)
     selected = [n for n in trainable if plan.train is None or n in plan.train]
     cut = [n for n in trainable if n not in set(selected)]
-    step_flops = flops.forward + flops.cost(selected)
+    reports = plan.rewrite(graph)[1] if step is None else step.reports
+    step_flops = reports[-1].step_flops_after if reports else flops.step
     approximations = []
     if cut:
         approximations.append(f"{len(cut)} tensors are not trained (their gradient is None); the others' gradients are exact")
     approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in plan.passes if p.preserves is not Preserves.EXACT)
     counters = variants.counters
+    choices = [choice for report in reports for choice in report.choices]
+    reordered = {choice.layer for choice in choices}
+    left_alone = {
+        name: why for r in reports if r.name == "runlora" for name, why in r.changes.left_alone.items() if name not in reordered
+    }
     return Report(
         budget=plan.budget.stated(),
         passes=[p.name for p in plan.passes],
@@ -129,4 +141,6 @@ def make_report(
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
         notes=list(graph.notes),
+        adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in choices],
+        left_alone=left_alone,
     )

@@ -106,7 +106,6 @@ class Variants:
         self.straight_line = straight_line
         self.counters = Counters()
         self._captures: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
-        self._rewritten: BoundedCache[Any, tuple[TrainingGraph, tuple[PassReport, ...], float]] = BoundedCache(STEP_LIMIT)
         self._steps: BoundedCache[Any, CompiledStep] = BoundedCache(STEP_LIMIT)
 
     def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
@@ -119,7 +118,7 @@ class Variants:
         inputs = flatten_call(args, kwargs)
         signature, graph = self._captured(inputs, args, kwargs)
         batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
-        key = (signature, plan.train, batch_size)
+        key = (signature, plan.key, batch_size)
         step = self._steps.get(key)
         if step is None:
             step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
@@ -145,18 +144,15 @@ class Variants:
 
     def _compile(self, signature: Any, graph: TrainingGraph, plan: Plan, batch_size: int) -> CompiledStep:
         start = time.perf_counter()
-        rewritten = self._rewritten.get((signature, plan.train))
-        if rewritten is None:
-            changed, reports = plan.rewrite(graph)
-            seconds = time.perf_counter() - start
-            self.counters.rewrite_seconds += seconds
-            rewritten = self._rewritten.put((signature, plan.train), (changed, tuple(reports), seconds))
-        static = specialise(rewritten[0], batch_size, decompose=self.backend == "inductor")
+        rewritten, reports = plan.rewrite(graph, batch_size)
+        rewrite_seconds = time.perf_counter() - start
+        self.counters.rewrite_seconds += rewrite_seconds
+        static = specialise(rewritten, batch_size, decompose=self.backend == "inductor")
         lowered = lower(static, self.backend)
         elapsed = time.perf_counter() - start
         self.counters.compilations += 1
         self.counters.compile_seconds += elapsed
-        return CompiledStep(static, lowered, rewritten[1], elapsed, rewritten[2])
+        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds)
 
     def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
         """Everything that a captured graph depends on, but for the batch size."""

@@ -1,0 +1,226 @@
+"""`graphopt bench runlora`: LoRA training steps, PEFT eager and compiled, against reordered ones.
+
+Every variant of a model runs forward and backward in one process, taking turns, so that ratios are not disturbed by what else
+the machine does. Models have random weights of the shapes of published ones, cut to a few layers and with a classification
+head: the layers with adapters are what is compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+import graphopt
+from graphopt.bench.memory import peak_on_cpu, peak_on_cuda
+from graphopt.errors import InputError
+from graphopt.integrations.models import quiet_transformers
+
+WARMUP = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model shape with a batch and a rank.
+
+    Attributes:
+        family: "llama", "roberta" or "vit".
+        batch, length: samples, and tokens in each (ViT has its own number).
+    """
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    batch: int
+    length: int
+    rank: int
+
+
+CASES = (
+    Case("llama-60m", "llama", 8, 512, 1376, 8, 8, 256, 8),
+    Case("llama-250m r=128", "llama", 4, 768, 2560, 16, 8, 512, 128),
+    Case("llama-250m r=256", "llama", 4, 768, 2560, 16, 8, 512, 256),
+    Case("llama-1.3b r=512", "llama", 2, 2048, 5461, 32, 4, 512, 512),
+    Case("roberta-base r=128", "roberta", 4, 768, 3072, 12, 8, 512, 128),
+    Case("vit-base r=32", "vit", 4, 768, 3072, 12, 16, 197, 32),
+)
+
+
+def run(names: list[str] | None, repeats: int, dtype: torch.dtype, console: Console) -> dict[str, Any]:
+    """Time all cases, or those of some names.
+
+    Raises:
+        InputError: an unknown case.
+    """
+    known = [case.name for case in CASES]
+    unknown = sorted(set(names or ()) - set(known))
+    if unknown:
+        raise InputError(f"unknown case {', '.join(unknown)}: known are {', '.join(known)}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    quiet_transformers()
+    rows = []
+    chosen = [case for case in CASES if names is None or case.name in names]
+    with Progress(console=console) as bar:
+        task = bar.add_task("", total=len(chosen) * (3 + WARMUP + repeats))
+        for case in chosen:
+            bar.update(task, description=case.name)
+            rows.append(measure(case, repeats, dtype, device, lambda: bar.advance(task)))
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return {"torch": torch.__version__, "device": name, "dtype": str(dtype), "repeats": repeats, "rows": rows}
+
+
+def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress: Callable[[], None]) -> dict[str, Any]:
+    """Seconds, FLOPs and peak bytes of forward and backward of one case, for every variant."""
+    steps: dict[str, Callable[[], None]] = {}
+    model, inputs = _make(case, dtype, device)
+    orders: list[str] = []
+    for kind in ("eager", "torch.compile", "graphopt"):
+        torch.compiler.reset()
+        step: Callable[..., Any] = model
+        if kind == "torch.compile":
+            step = torch.compile(model)
+        elif kind == "graphopt":
+            step = optimized = graphopt.optimize(model, inputs)
+        steps[kind] = _step(step, inputs, model)
+        steps[kind]()
+        progress()
+    orders = [f"{a['layer']}: {a['order']}" for a in optimized.report.adapters]
+    flops_before, flops_after = optimized.report.full_step_flops, optimized.report.step_flops
+    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    gc.disable()
+    try:
+        for round_number in range(WARMUP + repeats):
+            for kind, call in steps.items():
+                elapsed = _timed(call, device)
+                if round_number >= WARMUP:
+                    seconds[kind].append(elapsed)
+            progress()
+    finally:
+        gc.enable()
+    peaks = {kind: (peak_on_cuda if device == "cuda" else peak_on_cpu)(call) for kind, call in steps.items()}
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    saved_time = 1 - medians["graphopt"] / medians["torch.compile"]
+    saved_flops = 1 - flops_after / flops_before
+    return {
+        "case": case.name,
+        "tokens": case.batch * case.length,
+        "seconds": medians,
+        "peak_bytes": peaks,
+        "over_compiled": medians["torch.compile"] / medians["graphopt"],
+        "over_eager": medians["eager"] / medians["graphopt"],
+        "flops_before": flops_before,
+        "flops_after": flops_after,
+        "flops_saved": saved_flops,
+        "time_saved": saved_time,
+        "orders": orders,
+    }
+
+
+def _step(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module) -> Callable[[], None]:
+    def call() -> None:
+        step(**inputs).loss.backward()
+        model.zero_grad()
+
+    return call
+
+
+def _timed(call: Callable[[], None], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _make(case: Case, dtype: torch.dtype, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model, inputs = _FAMILIES[case.family](case)
+    targets = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "classifier" not in n and "score" not in n]
+    config = LoraConfig(r=case.rank, lora_alpha=case.rank, lora_dropout=0.0, target_modules=targets)
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)  # as after some training: at 0 nothing may be merged in half precision
+    moved = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
+    return adapted.to(device, dtype).train(), moved
+
+
+def _llama(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
+        num_attention_heads=case.heads, vocab_size=32000, use_cache=False, num_labels=2, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForSequenceClassification(config), _text(case, 32000)
+
+
+def _roberta(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import RobertaConfig, RobertaForSequenceClassification
+
+    config = RobertaConfig(
+        hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
+        num_attention_heads=case.heads, vocab_size=50265, max_position_embeddings=case.length + 2, num_labels=2,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return RobertaForSequenceClassification(config), _text(case, 50265)
+
+
+def _vit(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+    )  # fmt: skip
+    inputs = {"pixel_values": torch.randn(case.batch, 3, 224, 224), "labels": torch.randint(0, 2, (case.batch,))}
+    return ViTForImageClassification(config), inputs
+
+
+def _text(case: Case, vocabulary: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, vocabulary, (case.batch, case.length))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (case.batch,))}
+
+
+_FAMILIES = {"llama": _llama, "roberta": _roberta, "vit": _vit}
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    console.print(
+        f"torch {results['torch']}, {results['device']}, {results['dtype']}; forward and backward, median of {results['repeats']}"
+    )
+    table = Table()
+    columns = (
+        "", "tokens", "eager s", "compiled s", "ours s", "over compiled", "over eager", "FLOPs saved", "time / FLOPs saved",
+        "peak MB: eager, compiled, ours",
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
+    for row in results["rows"]:
+        saved = row["flops_saved"]
+        table.add_row(
+            row["case"],
+            str(row["tokens"]),
+            *(f"{row['seconds'][kind]:.3f}" for kind in ("eager", "torch.compile", "graphopt")),
+            f"{row['over_compiled']:.3f}x",
+            f"{row['over_eager']:.3f}x",
+            f"{saved:.1%}",
+            f"{row['time_saved'] / saved:.2f}" if saved > 0 else "",
+            ", ".join(f"{row['peak_bytes'][kind] / 1e6:.0f}" for kind in ("eager", "torch.compile", "graphopt")),
+        )
+    console.print(table)

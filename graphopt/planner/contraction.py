@@ -1,0 +1,196 @@
+"""Which contraction order each layer with adapters gets (RunLoRA, section 3.3): the fewest FLOPs, or the least time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphopt.analysis.contraction_orders import (
+    AUTOGRAD,
+    LayerShape,
+    Order,
+    forward_crossover,
+    moved_bytes,
+    order_flops,
+    products,
+    saved_bytes,
+)
+from graphopt.analysis.lora_sites import LoraLayer, find_lora_sites
+from graphopt.analysis.products import product
+from graphopt.graph import BATCH, TrainingGraph
+from graphopt.passes.runlora import RunLora, legal_orders, refusal
+from graphopt.planner.product_times import ProductTimes
+
+ETA = 0.1
+"""Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
+
+CLOSE = 1.3
+"""Orders within this factor of the best by roofline are timed product by product."""
+
+TimesFor = Callable[[torch.device, torch.dtype], ProductTimes | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The order of one layer, at one batch size.
+
+    Attributes:
+        layer: name of its weight.
+        order, before: the chosen one, and autograd's.
+        flops_before, flops_after: forward and backward of the layer.
+        saved_before, saved_after: bytes kept for the backward beside X and the weights.
+        seconds_before, seconds_after: predicted for forward and backward; None where time was not measured.
+        crossover_batch: from this batch size on the merged forward needs fewer FLOPs; None if the batch is no factor of X.
+        why: in words.
+    """
+
+    layer: str
+    order: Order
+    before: Order
+    flops_before: int
+    flops_after: int
+    saved_before: int
+    saved_after: int
+    seconds_before: float | None
+    seconds_after: float | None
+    crossover_batch: float | None
+    why: str
+
+    def __str__(self) -> str:
+        time = ""
+        if self.seconds_before is not None and self.seconds_after is not None:
+            time = f", {self.seconds_before * 1e3:.2f} -> {self.seconds_after * 1e3:.2f} ms"
+        return (
+            f"{self.layer}: {self.order}, {self.flops_before:,} -> {self.flops_after:,} FLOPs, "
+            f"{self.saved_before:,} -> {self.saved_after:,} bytes saved{time}; {self.why}"
+        )
+
+
+def choose_orders(
+    graph: TrainingGraph,
+    batch_size: int,
+    rewrite: RunLora,
+    imprecise: Mapping[str, float],
+    times_for: TimesFor,
+) -> dict[str, Choice]:
+    """An order for every layer with adapters of `graph`, which never needs more FLOPs or keeps more bytes than autograd's.
+
+    Args:
+        batch_size: for which costs are compared.
+        rewrite: says whether FLOPs or time decide, or the order itself.
+        imprecise: layers whose weight must not be merged with their adapters, with the error (see `merge_errors`).
+        times_for: measured times of products on a device; None where nothing can be measured, so that FLOPs decide.
+    """
+    choices = {}
+    for layer in find_lora_sites(graph).layers:
+        shape = layer.shape.at(batch_size)
+        value = layer.base.meta["val"]
+        times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
+        choices[layer.name] = _choose(layer, shape, rewrite.order, imprecise.get(layer.name, 0.0), times)
+    return choices
+
+
+def _choose(layer: LoraLayer, shape: LayerShape, given: Order | None, error: float, times: ProductTimes | None) -> Choice:
+    before = AUTOGRAD.for_layer(shape)
+    legal = legal_orders(layer)
+    blocked = layer.unmergeable
+    if error > ETA:
+        legal = [o for o in legal if not o.merges]
+        blocked = f"merging would lose {error:.0%} of the adapter in {layer.base.meta['val'].dtype}"
+    flops = {o: order_flops(o, shape) for o in legal}
+    affordable = [
+        o for o in legal if flops[o] <= order_flops(before, shape) and saved_bytes(o, shape) <= saved_bytes(before, shape)
+    ]
+    if given is not None:
+        order, why = given.for_layer(shape), "as asked for"
+        if refusal(layer, order) or (order.merges and error > ETA):
+            order = before
+    elif times is None:
+        order = min(affordable, key=lambda o: (flops[o], saved_bytes(o, shape)))
+        why = "the fewest FLOPs"
+    else:
+        rough = {o: _roofline(o, shape, times) for o in affordable}
+        close = [o for o in affordable if rough[o] <= CLOSE * min(rough.values())]
+        order = min(close, key=lambda o: (_seconds(o, shape, times), saved_bytes(o, shape)))
+        why = "the least time"
+    if order == before:
+        why = f"autograd's own order has {why.removeprefix('the ')}" if given is None else why
+    if blocked:
+        why = f"{why} of those that do not merge: {blocked}" if given is None else blocked
+    return Choice(
+        layer.name,
+        order,
+        before,
+        order_flops(before, shape),
+        order_flops(order, shape),
+        saved_bytes(before, shape),
+        saved_bytes(order, shape),
+        None if times is None else _seconds(before, shape, times),
+        None if times is None else _seconds(order, shape, times),
+        _crossover(layer.shape),
+        why,
+    )
+
+
+def _crossover(shape: LayerShape) -> float | None:
+    if isinstance(shape.rows, int) or BATCH not in shape.rows.free_symbols:
+        return None
+    return forward_crossover(shape) / float(shape.rows.subs(BATCH, 1))
+
+
+def _seconds(order: Order, shape: LayerShape, times: ProductTimes) -> float:
+    forward, backward = products(order, shape)
+    return sum(times.product(*p) for p in forward + backward) + moved_bytes(order, shape) / times.bandwidth
+
+
+def _roofline(order: Order, shape: LayerShape, times: ProductTimes) -> float:
+    forward, backward = products(order, shape)
+    seconds = moved_bytes(order, shape) / times.bandwidth
+    for m, k, n in forward + backward:
+        moved = (m * k + k * n + m * n) * shape.itemsize
+        seconds += max(2 * m * k * n / times.peak, moved / times.bandwidth)
+    return seconds
+
+
+def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Per layer in half precision the part of its adapters' contribution that rounding W + cAB loses: |error| / |cAB|.
+
+    An adapter that contributes nothing yet (B = 0) counts as lost entirely. Layers in full precision are left out.
+
+    Args:
+        tensors: the model's parameters and buffers by name.
+    """
+    placeholders = {
+        node: tensors[desc.target]
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if desc.kind in ("parameter", "buffer") and desc.target in tensors
+    }
+    errors = {}
+    for layer in find_lora_sites(graph).layers:
+        if layer.base.meta["val"].dtype in (torch.float32, torch.float64) or layer.unmergeable:
+            continue
+        operands = product(layer.base)
+        assert operands is not None
+        weight = _evaluate(operands[1], placeholders)
+        change = torch.zeros_like(weight, dtype=torch.float32)
+        for adapter in layer.adapters:
+            a, b = (_evaluate(n, placeholders) for n in (adapter.first.args[1], adapter.second.args[1]))
+            change += adapter.scale * (a.float() @ b.float())
+        rounded = (weight.float() + change).to(weight.dtype).float() - weight.float()
+        size = float(change.norm())
+        errors[layer.name] = float((rounded - change).norm()) / size if size else 1.0
+    return errors
+
+
+def _evaluate(node: Any, placeholders: Mapping[fx.Node, Tensor]) -> Tensor:
+    """The value of a node that depends on parameters alone."""
+    if node in placeholders:
+        return placeholders[node].detach()
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, placeholders))
+    with torch.no_grad():
+        result: Tensor = node.target(*args, **kwargs)
+    return result

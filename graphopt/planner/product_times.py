@@ -1,0 +1,118 @@
+"""Measured times of matrix products: per device, dtype and shape, with random data, kept on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+_ENOUGH_SECONDS = 0.05
+_REPEATS = 5
+
+
+class ProductTimes:
+    """Times of products on one device in one dtype; measured when first asked for."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, path: Path | None = None) -> None:
+        """Start with what is known.
+
+        Args:
+            path: where times are kept; by default in the user's cache directory.
+        """
+        self.device = device
+        self.dtype = dtype
+        self.path = path or cache_file()
+        self.key = f"{_device_name(device)} {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
+        self._known: dict[str, float] = _read(self.path).get(self.key, {})
+
+    @property
+    def peak(self) -> float:
+        """FLOPs per second of a large product."""
+        size = 1024
+        return 2 * size**3 / self.product(size, size, size)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of copying a large tensor, reading and writing counted."""
+        count = 16 * 2**20 // self.dtype.itemsize
+        return 2 * count * self.dtype.itemsize / self._time(f"copy {count}", lambda: self._copy(count))
+
+    def product(self, m: int, k: int, n: int) -> float:
+        """Seconds of an (m x k) by (k x n) product."""
+        return self._time(f"{m}x{k}x{n}", lambda: self._product(m, k, n))
+
+    def _product(self, m: int, k: int, n: int) -> float:
+        left = torch.randn(m, k, device=self.device, dtype=self.dtype)
+        right = torch.randn(k, n, device=self.device, dtype=self.dtype)
+        return self._measure(lambda: torch.mm(left, right))
+
+    def _copy(self, count: int) -> float:
+        source = torch.randn(count, device=self.device, dtype=self.dtype)
+        target = torch.empty_like(source)
+        return self._measure(lambda: target.copy_(source))
+
+    def _time(self, name: str, measure: object) -> float:
+        if name not in self._known:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self._known[name] = measure()  # type: ignore[operator]
+            _write(self.path, self.key, self._known)
+        return self._known[name]
+
+    def _measure(self, call: object) -> float:
+        samples: list[float] = []
+        for i in range(1 + _REPEATS):
+            start = time.perf_counter()
+            call()  # type: ignore[operator]
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if i:
+                samples.append(time.perf_counter() - start)
+            if sum(samples) > _ENOUGH_SECONDS and len(samples) >= 3:
+                break
+        return statistics.median(samples)
+
+
+@lru_cache(maxsize=16)
+def product_times(device: torch.device, dtype: torch.dtype) -> ProductTimes | None:
+    """Times for a device; None for one on which nothing can run, such as `meta`."""
+    if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
+        return ProductTimes(device, dtype)
+    return None
+
+
+def cache_file() -> Path:
+    """Where times are kept: `graphopt/product_times.json` in `$XDG_CACHE_HOME`, by default `~/.cache`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphopt" / "product_times.json"
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    """What was measured before; a file that cannot be read counts as empty."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) and all(isinstance(v, dict) for v in known.values()) else {}
+
+
+def _write(path: Path, key: str, times: dict[str, float]) -> None:
+    """Add times to the file; where it cannot be written, they are measured again by the next process."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = _read(path)
+        known.setdefault(key, {}).update(times)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(known, file)
+        os.replace(file.name, path)
