@@ -20,7 +20,7 @@ from graphopt.errors import (
     PassError,
     TorchVersionError,
 )
-from graphopt.runtime.controllers import SelectionController
+from graphopt.runtime.controllers import MergeController, SelectionController
 from graphopt.runtime.module import OptimizedModule
 
 __version__ = "0.1.0"
@@ -33,6 +33,7 @@ __all__ = [
     "GraphoptError",
     "ImportanceError",
     "InputError",
+    "MergeController",
     "OptimizedModule",
     "PassError",
     "SelectionController",

@@ -18,9 +18,9 @@ from graphopt.passes.base import Changes, Preserves, Site
 from torch import fx
 
 from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, order_flops
-from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites
+from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites, summed_with
 from graphopt.analysis.products import product, same_tensor
-from graphopt.compat import RECOMPUTE, SAVE, run_on_metadata
+from graphopt.compat import RECOMPUTE, SAVE, is_recomputed, run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, ancestors
 from graphopt.rewriting import simplify_sizes, sort_nodes
@@ -93,7 +93,7 @@ def refusal(layer: LoraLayer, order: Order) -> str:
     """Why an order cannot be used for a layer; "" if it can."""
     if order.merges and layer.unmergeable:
         return layer.unmergeable
-    if order.merged_input_grad and any(a.grad_input is not None and a.input_sum is None for a in layer.adapters):
+    if order.merged_input_grad and any(a.grad_input is not None and not a.input_summed for a in layer.adapters):
         return "the parts of its input's gradient are not added up in one place"
     return ""
 
@@ -105,6 +105,10 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     for node in nodes:
         nodes += [u for u in node.users if u in reached and u is not last and same_tensor(u)]
     return nodes
+
+
+_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
+"""Metadata that a new node takes from the one in whose place it runs: where that comes from, and its checkpointed region."""
 
 
 class _Rewriter:
@@ -137,9 +141,12 @@ class _Rewriter:
                 self._gradient(adapter.grad_b, weight_product, a)  # dB' = (dY'X) A
             if adapter.grad_b is not None and not order.weight_grad_b and order.save != "xa":
                 for node in _between(adapter.first, adapter.grad_b.node):
-                    node.meta.update(RECOMPUTE)
-            if order.merged_input_grad and adapter.input_sum is not None:
-                self._replace(*adapter.input_sum)
+                    if not is_recomputed(node):
+                        node.meta.update(RECOMPUTE)
+            if order.merged_input_grad and adapter.grad_input is not None:
+                total, rest, _ = summed_with(adapter.grad_input.node)  # as it is now: other terms may have left the sum
+                self._replace(total, rest)
+                self.graph.graph.erase_node(total)  # a dead user would hide what the sum is now
         if order.merged_input_grad and layer.grad_input is not None and merged is not None:
             transposed = self._emit(aten.t.default, (merged,), layer.grad_input)
             self._replace_operand(layer.grad_input, 1, transposed)
@@ -158,7 +165,7 @@ class _Rewriter:
                 a, b = self._transposed(b, anchor), self._transposed(a, anchor)
             factor = {} if adapter.scale == 1 else {"alpha": adapter.scale}
             merged = self._emit(aten.addmm.default, (merged, a, b), anchor, factor)
-            if order.merged_input_grad:
+            if order.merged_input_grad and not is_recomputed(merged):
                 merged.meta.update(SAVE if order.save == "merged" else RECOMPUTE)
         result = self._emit(aten.t.default, (merged,), anchor) if stored_transposed else merged
         result.meta.update({k: v for k, v in merged.meta.items() if k in RECOMPUTE})
@@ -198,7 +205,7 @@ class _Rewriter:
         resolved = fx.map_arg(args, self._current)
         with self.graph.graph.inserting_before(anchor):
             node = self.graph.graph.call_function(target, resolved, kwargs or {})
-        node.meta = {k: anchor.meta[k] for k in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace") if k in anchor.meta}
+        node.meta = {k: anchor.meta[k] for k in _INHERITED if k in anchor.meta}
         node.meta["val"] = run_on_metadata(target, resolved, kwargs or {})
         self.order[node] = self.order[anchor] - 0.5
         return node

@@ -7,6 +7,7 @@ the batch. Its products in the backward are known by what they multiply: dY B', 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -46,7 +47,7 @@ class Adapter:
         upstream: Z1 = dY B'; None if nothing needs it.
         grad_a, grad_b: dA, dB; None if the factor is frozen.
         grad_input: Z1 A'; None if X needs no gradient.
-        input_sum: the addition of `grad_input` to the rest of the gradient of X, and that rest.
+        input_summed: `grad_input` is added, as it is, to the layer's own dY W'.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Adapter:
     grad_a: Gradient | None = None
     grad_b: Gradient | None = None
     grad_input: Gradient | None = None
-    input_sum: tuple[fx.Node, fx.Node] | None = None
+    input_summed: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def find_lora_sites(graph: TrainingGraph) -> LoraSites:
             continue
         try:
             adapter, base = finder.adapter(first, node)
-        except _NotALayer as reason:
+        except NotALayer as reason:
             if str(reason):
                 left_alone[finder.name_of(product(first)[1])] = str(reason)  # type: ignore[index]
             continue
@@ -124,12 +125,12 @@ def find_lora_sites(graph: TrainingGraph) -> LoraSites:
     for base, adapters in groups.items():
         try:
             layers.append(finder.layer(base, tuple(adapters)))
-        except _NotALayer as reason:
+        except NotALayer as reason:
             left_alone.update({a.name: str(reason) for a in adapters})
     return LoraSites(tuple(layers), left_alone)
 
 
-class _NotALayer(Exception):
+class NotALayer(Exception):
     """Why something that looks like an adapter is left alone; empty if nobody would call it one."""
 
 
@@ -185,67 +186,44 @@ class _Finder:
 
     def _added(self, node: fx.Node) -> bool:
         try:
-            self._sum(node, self.forward)
-        except _NotALayer:
+            summed_with(node, self.forward)
+        except NotALayer:
             return False
         return True
 
     def adapter(self, first: fx.Node, second: fx.Node) -> tuple[Adapter, fx.Node]:
         """The adapter of a chain, without its gradients, and the product that it is added to."""
-        total, chained, factor = self._sum(second, self.forward)
+        total, chained, factor = summed_with(second, self.forward)
         base = self._base(chained)
         if first.target is not aten.mm.default or second.target is not aten.mm.default:
-            raise _NotALayer("the adapter has a bias of its own")
+            raise NotALayer("the adapter has a bias of its own")
         if len({n.meta["val"].dtype for n in (first, second, base, total)}) > 1:
-            raise _NotALayer("the adapter is computed in another dtype than the layer")
+            raise NotALayer("the adapter is computed in another dtype than the layer")
         x, between = as_matrix(first.args[0]), as_matrix(second.args[0])  # type: ignore[arg-type]
         name = self.name_of(first.args[1])  # type: ignore[arg-type]
         return Adapter(name, first, second, total, chained, x.scale * between.scale * factor), base
-
-    def _sum(self, node: fx.Node, region: set[fx.Node]) -> tuple[fx.Node, fx.Node, float]:
-        """The addition that a result goes into, the other summand, and the number it is multiplied by on the way."""
-        factor = 1.0
-        while True:
-            users = [u for u in tensor_users(node) if u in region or u.op == "output"]
-            if len(users) != 1 or users[0].op == "output":
-                raise _NotALayer("")
-            (user,) = users
-            if user.target is aten.add.Tensor and not user.kwargs and len(user.all_input_nodes) == 2:
-                other = next(n for n in user.all_input_nodes if n is not node)
-                if other.meta["val"].dim() != node.meta["val"].dim():
-                    raise _NotALayer("")
-                return user, other, factor
-            if same_tensor(user):
-                pass
-            elif (number := scalar_factor(user)) is not None:
-                factor *= number
-            elif user.target is aten.mul.Tensor:
-                raise _NotALayer("the adapter is scaled by a tensor, as DoRA does: merging would change the result")
-            else:
-                raise _NotALayer("")
-            node = user
 
     def _base(self, node: fx.Node) -> fx.Node:
         """The product of a weight that a chain is added to, below views and other chains' additions."""
         while True:
             if len(tensor_users(node)) != 1:
-                raise _NotALayer("the layer's own product is used elsewhere too, as DoRA does: merging would change that")
+                raise NotALayer("the layer's own product is used elsewhere too, as DoRA does: merging would change that")
             if product(node) is not None:
                 break
             if node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2:
                 left, right = node.args
                 chain = [n for n in (left, right) if self._is_chain(n)]  # type: ignore[arg-type]
                 if len(chain) != 1:
-                    raise _NotALayer("what the chain is added to is no product of its input with a weight")
+                    raise NotALayer("what the chain is added to is no product of its input with a weight")
                 node = right if chain[0] is left else left  # type: ignore[assignment]
             elif same_tensor(node):
                 node = node.args[0]  # type: ignore[assignment]
             else:
-                raise _NotALayer("what the chain is added to is no product of its input with a weight")
+                raise NotALayer("what the chain is added to is no product of its input with a weight")
         operands = product(node)
         assert operands is not None
         if operands[1] in self.varying or operands[0] not in self.varying:
-            raise _NotALayer("what the chain is added to is no product of its input with a weight")
+            raise NotALayer("what the chain is added to is no product of its input with a weight")
         return node
 
     def _is_chain(self, node: fx.Node) -> bool:
@@ -262,14 +240,14 @@ class _Finder:
             own = as_matrix(adapter.first.args[0])  # type: ignore[arg-type]
             if self.numbers[own.leaf] != self.numbers[x.leaf]:
                 if x.leaf not in ancestors([own.leaf]):
-                    raise _NotALayer("the chain and the product that it is added to read different inputs")
+                    raise NotALayer("the chain and the product that it is added to read different inputs")
                 unmergeable = "the adapter's input is not the layer's, as with dropout: merging would change the result"
             adapter, grad = self._with_gradients(adapter)
             found.append(adapter)
             if grad is not None:
                 grads.add(self.numbers[grad.leaf])
         if len(grads) > 1 or x.transposed or x.scale != 1:
-            raise _NotALayer("its gradients are computed in a way that is not known")
+            raise NotALayer("its gradients are computed in a way that is not known")
         grad_output = grad_input = grad_weight = None
         if grads:
             (number,) = grads
@@ -278,7 +256,7 @@ class _Finder:
             inputs = [(n, m) for n, m, o, _ in of_weight if o.transposed != w.transposed]
             weights = [(n, m, o, left) for n, m, o, left in uses if self.numbers[o.leaf] == self.numbers[x.leaf]]
             if len(inputs) > 1 or len(weights) > 1:
-                raise _NotALayer("its gradients are computed in a way that is not known")
+                raise NotALayer("its gradients are computed in a way that is not known")
             for node, gradient in inputs:
                 if gradient.scale != 1 or gradient.transposed:
                     unmergeable = unmergeable or "the gradient of its input is scaled"
@@ -308,7 +286,7 @@ class _Finder:
 
     def _with_gradients(self, adapter: Adapter) -> tuple[Adapter, Matrix | None]:
         """The adapter with its products in the backward, and dY."""
-        unknown = _NotALayer("its gradients are computed in a way that is not known")
+        unknown = NotALayer("its gradients are computed in a way that is not known")
         x, a = (as_matrix(n) for n in adapter.first.args)  # type: ignore[arg-type]
         b = as_matrix(adapter.second.args[1])  # type: ignore[arg-type]
         number = self.numbers
@@ -325,7 +303,7 @@ class _Finder:
             if not left and m.transposed != b.transposed and (grad is None or number[o.leaf] == number[grad.leaf])
         ]
         if len(ups) > 1:
-            raise _NotALayer("its factor B takes part in several layers")
+            raise NotALayer("its factor B takes part in several layers")
         for node, factor, other in ups:
             grad, upstream = other, Gradient(node, False, other.scale * factor.scale / b.scale)
             uses = self.products.get(number[node], [])
@@ -346,12 +324,12 @@ class _Finder:
         if adapter.grad_input is None or grad_input is None:
             return adapter
         try:
-            total, rest, factor = self._sum(adapter.grad_input.node, self.backward)
-        except _NotALayer:
+            total, _, factor = summed_with(adapter.grad_input.node, self.backward)
+        except NotALayer:
             return adapter
         same = math.isclose(adapter.grad_input.scale * factor, adapter.scale, rel_tol=1e-12)
         if same and (self._summed(total) & self._summed(grad_input)):
-            return replace(adapter, input_sum=(total, rest))
+            return replace(adapter, input_summed=True)
         return adapter
 
     def _summed(self, node: fx.Node) -> set[fx.Node]:
@@ -359,12 +337,42 @@ class _Finder:
         found = {node} if node.target is aten.add.Tensor else set()
         while True:
             try:
-                node, _, factor = self._sum(node, self.backward)
-            except _NotALayer:
+                node, _, factor = summed_with(node, self.backward)
+            except NotALayer:
                 return found
             if factor != 1:
                 return found
             found.add(node)
+
+
+def summed_with(node: fx.Node, region: Collection[fx.Node] | None = None) -> tuple[fx.Node, fx.Node, float]:
+    """The addition that a result goes into, the other summand, and the number it is multiplied by on the way.
+
+    Args:
+        region: users elsewhere are overlooked; by default none are.
+    Raises:
+        NotALayer: it goes somewhere else too, or something else happens to it first.
+    """
+    factor = 1.0
+    while True:
+        users = [u for u in tensor_users(node) if region is None or u in region or u.op == "output"]
+        if len(users) != 1 or users[0].op == "output":
+            raise NotALayer("")
+        (user,) = users
+        if user.target is aten.add.Tensor and not user.kwargs and len(user.all_input_nodes) == 2:
+            other = next(n for n in user.all_input_nodes if n is not node)
+            if other.meta["val"].dim() != node.meta["val"].dim():
+                raise NotALayer("")
+            return user, other, factor
+        if same_tensor(user):
+            pass
+        elif (number := scalar_factor(user)) is not None:
+            factor *= number
+        elif user.target is aten.mul.Tensor:
+            raise NotALayer("the adapter is scaled by a tensor, as DoRA does: merging would change the result")
+        else:
+            raise NotALayer("")
+        node = user
 
 
 def tensor_users(node: fx.Node) -> list[fx.Node]:

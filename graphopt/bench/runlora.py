@@ -164,7 +164,7 @@ def _llama(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
     config = LlamaConfig(
         hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
-        num_attention_heads=case.heads, vocab_size=32000, use_cache=False, num_labels=2, pad_token_id=0,
+        num_attention_heads=case.heads, vocab_size=32000, use_cache=False, pad_token_id=0,
     )  # fmt: skip
     return LlamaForSequenceClassification(config), _text(case, 32000)
 
@@ -174,7 +174,7 @@ def _roberta(case: Case) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
     config = RobertaConfig(
         hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
-        num_attention_heads=case.heads, vocab_size=50265, max_position_embeddings=case.length + 2, num_labels=2,
+        num_attention_heads=case.heads, vocab_size=50265, max_position_embeddings=case.length + 2,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return RobertaForSequenceClassification(config), _text(case, 50265)

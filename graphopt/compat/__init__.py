@@ -427,7 +427,8 @@ RECOMPUTE, SAVE = _policy("MUST_RECOMPUTE"), _policy("MUST_SAVE")
 
 def is_recomputed(node: fx.Node) -> bool:
     """Whether the backward computes a node of the forward again instead of being given its result."""
-    return node.op == "call_function" and node.meta.get("recompute") == RECOMPUTE["recompute"]
+    policy = getattr(node.meta.get("recompute"), "name", "")
+    return node.op == "call_function" and policy in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
 
 
 def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -54,3 +54,37 @@ class SelectionController:
         outcome = self.opt.reselect(batch, self.optimizer, self.tolerance)
         self.history.append(outcome)
         return outcome
+
+
+class MergeController:
+    """Looks every so many steps whether adapters have grown enough to be merged with their weights in half precision.
+
+    A merged order computes X(W + cAB). While cAB is small against W, rounding W + cAB loses it, so such layers are computed
+    unmerged; in float32 nothing is ever lost and this controller never changes anything.
+
+    Example:
+        controller = MergeController(opt, every=100)
+        for batch in loader:
+            ...  # forward, backward, optimizer.step()
+            controller.after_step()
+    """
+
+    def __init__(self, opt: OptimizedModule, every: int) -> None:
+        """Set up a controller.
+
+        Args:
+            opt: the optimised model.
+            every: steps between looks.
+        Raises:
+            InputError: `every` is below 1.
+        """
+        if every < 1:
+            raise InputError(f"every={every} must be at least 1 step.")
+        self.opt = opt
+        self.every = every
+        self.steps = 0
+
+    def after_step(self) -> bool:
+        """Count a step; when it is time, look. Returns whether a layer's order may change with the next step."""
+        self.steps += 1
+        return self.steps % self.every == 0 and self.opt.recheck_merges()

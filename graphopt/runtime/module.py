@@ -17,6 +17,8 @@ from graphopt.capture import as_call
 from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
+from graphopt.passes import RunLora
+from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, reachable, select_tensors
 from graphopt.report.summary import Report
@@ -175,6 +177,19 @@ class OptimizedModule(nn.Module):
             profile,
         )
         return Reselection(True, gain, seconds)
+
+    def recheck_merges(self) -> bool:
+        """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).
+
+        Returns:
+            Whether that changed for a layer; its next step is then compiled anew.
+        """
+        if not any(isinstance(p, RunLora) for p in self._plan.passes):
+            return False
+        plan = replace(self._plan, imprecise=merge_errors(self._graph, self._tensors()))
+        changed = plan.key != self._plan.key
+        self.__dict__["_plan"] = plan
+        return changed
 
     def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> None:
         """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
