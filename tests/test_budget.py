@@ -1,5 +1,5 @@
 import pytest
-from graphopt.passes import GreenTrainer
+from graphopt.passes import GreenTrainer, RunLora
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,5 +46,5 @@ def test_fields_that_no_pass_serves_are_refused_not_ignored() -> None:
 
 
 def test_auto_runs_only_what_the_budget_needs() -> None:
-    assert resolve_passes("auto", Budget()) == ()
-    assert resolve_passes("auto", Budget(flops=0.5)) == (GreenTrainer(),)
+    assert resolve_passes("auto", Budget()) == (RunLora(),)
+    assert resolve_passes("auto", Budget(flops=0.5)) == (GreenTrainer(), RunLora())

@@ -18,6 +18,7 @@ from graphopt import compat
 from graphopt.budget import Budget
 from graphopt.errors import GraphoptError
 from graphopt.lower import check_backend
+from graphopt.planner.contraction import merge_errors
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.runtime.variants import STEP_LIMIT, BoundedCache
 
@@ -99,7 +100,8 @@ class _Region(nn.Module):
         known = {name: _TRAINED.get(p) for name, p in parameters.items() if p.requires_grad}
         if all(entry is not None and entry[0] == budget for entry in known.values()):
             # Dynamo asks anew for other shapes: they train the same tensors.
-            plan = Plan(budget, passes, frozenset(name for name, entry in known.items() if entry and entry[1]))
+            trained = frozenset(name for name, entry in known.items() if entry and entry[1])
+            plan = Plan(budget, passes, trained, imprecise=merge_errors(graph, parameters))
         else:
             plan = make_plan(self, arguments, {}, graph, budget, passes, None, None)
         for name in known:
