@@ -130,15 +130,15 @@ class _Rewriter:
             self._replace_operand(layer.base, 2 if layer.base.target is aten.addmm.default else 1, merged)
             for adapter in layer.adapters:
                 self._replace(adapter.total, adapter.chained)
-        weight_product: fx.Node | None = None
+        weight_product: tuple[fx.Node, float] | None = None
         for adapter in layer.adapters:
             a, b = adapter.first.args[1], adapter.second.args[1]
             if adapter.grad_a is not None and order.weight_grad_a:
                 weight_product = weight_product or self._weight_product(layer, adapter.grad_a.node)
-                self._gradient(adapter.grad_a, b, weight_product)  # dA' = B (dY'X)
+                self._gradient(adapter.grad_a, b, weight_product[0], weight_product[1])  # dA' = B (dY'X)
             if adapter.grad_b is not None and order.weight_grad_b:
                 weight_product = weight_product or self._weight_product(layer, adapter.grad_b.node)
-                self._gradient(adapter.grad_b, weight_product, a)  # dB' = (dY'X) A
+                self._gradient(adapter.grad_b, weight_product[0], a, weight_product[1])  # dB' = (dY'X) A
             if adapter.grad_b is not None and not order.weight_grad_b and order.save != "xa":
                 for node in _between(adapter.first, adapter.grad_b.node):
                     if not is_recomputed(node):
@@ -171,16 +171,17 @@ class _Rewriter:
         result.meta.update({k: v for k, v in merged.meta.items() if k in RECOMPUTE})
         return result
 
-    def _weight_product(self, layer: LoraLayer, anchor: fx.Node) -> fx.Node:
-        """Z3' = dY'X (o x i), which is also W's gradient where W is trained."""
-        if layer.grad_weight is not None and layer.grad_weight.scale == 1:
+    def _weight_product(self, layer: LoraLayer, anchor: fx.Node) -> tuple[fx.Node, float]:
+        """Z3' = dY'X (o x i) as a node and the number that it is too large by: W's gradient, where W is trained."""
+        if layer.grad_weight is not None:
             node = layer.grad_weight.node
-            return node if layer.grad_weight.transposed else self._emit(aten.t.default, (node,), anchor)
+            node = node if layer.grad_weight.transposed else self._emit(aten.t.default, (node,), anchor)
+            return node, layer.grad_weight.scale
         operands = product(layer.base)
         assert operands is not None
         assert layer.grad_output is not None
         grad = self._rows(layer.grad_output, operands[0], anchor)
-        return self._emit(aten.mm.default, (self._emit(aten.t.default, (grad,), anchor), operands[0]), anchor)
+        return self._emit(aten.mm.default, (self._emit(aten.t.default, (grad,), anchor), operands[0]), anchor), 1.0
 
     def _rows(self, node: fx.Node, like: fx.Node, anchor: fx.Node) -> fx.Node:
         """A tensor with all but its last dimension flattened, as many rows as `like` has."""
@@ -189,12 +190,12 @@ class _Rewriter:
         rows = self._emit(aten.sym_size.int, (like, 0), anchor) if self.graph.symbolic else like.meta["val"].shape[0]
         return self._emit(aten.view.default, (node, [rows, node.meta["val"].shape[-1]]), anchor)
 
-    def _gradient(self, gradient: Gradient, left: Any, right: Any) -> None:
-        """Replace a gradient by scale * left right, of which it is the transpose unless `gradient.transposed`."""
+    def _gradient(self, gradient: Gradient, left: Any, right: Any, excess: float) -> None:
+        """Replace a gradient by scale / excess * left right, of which it is the transpose unless `gradient.transposed`."""
         anchor = gradient.node
         value = self._emit(aten.mm.default, (left, right), anchor)
-        if gradient.scale != 1:
-            value = self._emit(aten.mul.Tensor, (value, gradient.scale), anchor)
+        if gradient.scale != excess:
+            value = self._emit(aten.mul.Tensor, (value, gradient.scale / excess), anchor)
         self._replace(anchor, value if gradient.transposed else self._emit(aten.t.default, (value,), anchor))
 
     def _transposed(self, node: Any, anchor: fx.Node) -> fx.Node:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.contraction_orders import AdapterShape, LayerShape
-from graphopt.analysis.products import Matrix, as_matrix, product, same_tensor, scalar_factor, value_numbers
+from graphopt.analysis.products import Matrix, as_matrix, product, same_shape, same_tensor, scalar_factor, value_numbers, widened
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
 aten = torch.ops.aten
@@ -71,7 +71,7 @@ class LoraLayer:
         name: of the parameter that W comes from.
         base: the product XW, with its bias if it has one.
         adapters: at least one, in the order in which they are added.
-        grad_output: dY as an operand of products (t x o); None if nothing needs it.
+        grad_output: what dY is a multiple of, with rows that are not flattened; None if nothing needs it.
         grad_input: the product dY W'; None if X needs no gradient.
         grad_weight: the product that gives dW or its transpose; None if W is frozen.
         shape: sizes, with rows as an expression of `B`.
@@ -249,6 +249,7 @@ class _Finder:
         if len(grads) > 1 or x.transposed or x.scale != 1:
             raise NotALayer("its gradients are computed in a way that is not known")
         grad_output = grad_input = grad_weight = None
+        grad_scale = 1.0
         if grads:
             (number,) = grads
             uses = self.products.get(number, [])
@@ -258,9 +259,9 @@ class _Finder:
             if len(inputs) > 1 or len(weights) > 1:
                 raise NotALayer("its gradients are computed in a way that is not known")
             for node, gradient in inputs:
-                if gradient.scale != 1 or gradient.transposed:
-                    unmergeable = unmergeable or "the gradient of its input is scaled"
-                grad_input = node
+                if gradient.transposed:
+                    raise NotALayer("its gradients are computed in a way that is not known")
+                grad_input, grad_scale = node, gradient.scale
             for node, gradient, other, left in weights:
                 grad_weight = Gradient(node, left, gradient.scale * other.scale)
             grad_output = next(m.leaf for _, m, _, _ in uses)
@@ -268,7 +269,7 @@ class _Finder:
         if merged_inputs and grad_input is None:
             unmergeable = unmergeable or "its input has a gradient through the adapter alone"
         if not unmergeable:
-            found = [self._with_input_sum(a, grad_input) for a in found]
+            found = [self._with_input_sum(a, grad_input, grad_scale) for a in found]
         value = base.meta["val"]
         shape = LayerShape(
             rows=self.graph.formula(x_node.meta["val"].shape[0]),
@@ -319,7 +320,7 @@ class _Finder:
             raise unknown
         return replace(adapter, upstream=upstream, grad_a=grad_a, grad_b=grad_b, grad_input=grad_input), grad
 
-    def _with_input_sum(self, adapter: Adapter, grad_input: fx.Node | None) -> Adapter:
+    def _with_input_sum(self, adapter: Adapter, grad_input: fx.Node | None, grad_scale: float) -> Adapter:
         """The adapter with the addition of Z1 A' to dY W', if one can be left out and the other stand for both."""
         if adapter.grad_input is None or grad_input is None:
             return adapter
@@ -327,7 +328,7 @@ class _Finder:
             total, _, factor = summed_with(adapter.grad_input.node, self.backward)
         except NotALayer:
             return adapter
-        same = math.isclose(adapter.grad_input.scale * factor, adapter.scale, rel_tol=1e-12)
+        same = math.isclose(adapter.grad_input.scale * factor, adapter.scale * grad_scale, rel_tol=1e-9)
         if same and (self._summed(total) & self._summed(grad_input)):
             return replace(adapter, input_summed=True)
         return adapter
@@ -361,11 +362,13 @@ def summed_with(node: fx.Node, region: Collection[fx.Node] | None = None) -> tup
         (user,) = users
         if user.target is aten.add.Tensor and not user.kwargs and len(user.all_input_nodes) == 2:
             other = next(n for n in user.all_input_nodes if n is not node)
-            if other.meta["val"].dim() != node.meta["val"].dim():
+            if not same_shape(other, node):
                 raise NotALayer("")
             return user, other, factor
         if same_tensor(user):
             pass
+        elif (back := next((u for u in user.users if widened(u) is node), None)) is not None and len(tensor_users(user)) == 1:
+            user = back
         elif (number := scalar_factor(user)) is not None:
             factor *= number
         elif user.target is aten.mul.Tensor:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+
+from graphopt.compat import expression
 
 aten = torch.ops.aten
 
@@ -40,6 +42,9 @@ def as_matrix(node: fx.Node) -> Matrix:
     """What a node with two dimensions is as a matrix."""
     transposed, scale = False, 1.0
     while node.op == "call_function":
+        if (narrow := widened(node)) is not None:
+            node = narrow
+            continue
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             break
@@ -107,13 +112,25 @@ def _same_size(left: Any, right: Any) -> bool:
     return isinstance(left, int) and isinstance(right, int) and left == right
 
 
-def shape_of(node: fx.Node) -> tuple[Any, ...]:
-    """Dimensions of a node's tensor."""
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return tuple(value.shape)
+def same_shape(left: fx.Node, right: fx.Node) -> bool:
+    """Whether two nodes' tensors have equal shapes, for every batch size."""
+    shapes = [tuple(expression(size) for size in node.meta["val"].shape) for node in (left, right)]
+    return shapes[0] == shapes[1]
 
 
 def same_tensor(node: fx.Node) -> bool:
     """Whether a node passes its first argument on: the same rows, the same values."""
     return (node.target in VIEWS and keeps_rows(node)) or node.target in _SAME_VALUES
+
+
+def widened(node: fx.Node) -> fx.Node | None:
+    """What a node gives back, unchanged, after it was cast to a wider dtype; None if the node is no such cast."""
+    if node.target is aten._to_copy.default:
+        wide = node.args[0]
+        if isinstance(wide, fx.Node) and wide.target is aten._to_copy.default:
+            narrow = wide.args[0]
+            assert isinstance(narrow, fx.Node)
+            dtypes = [n.meta["val"].dtype for n in (node, wide, narrow)]
+            if dtypes[0] == dtypes[2] and all(d.is_floating_point for d in dtypes) and dtypes[1].itemsize > dtypes[0].itemsize:
+                return narrow
+    return None

@@ -90,7 +90,11 @@ def choose_orders(
         shape = layer.shape.at(batch_size)
         value = layer.base.meta["val"]
         times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
-        choices[layer.name] = _choose(layer, shape, rewrite.order, imprecise.get(layer.name, 0.0), times)
+        error = imprecise.get(layer.name, 0.0)
+        try:
+            choices[layer.name] = _choose(layer, shape, rewrite.order, error, times)
+        except torch.OutOfMemoryError:  # no room to time products beside the model
+            choices[layer.name] = _choose(layer, shape, rewrite.order, error, None)
     return choices
 
 
