@@ -19,7 +19,7 @@ from torch import fx
 
 from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, order_flops
 from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites, summed_with
-from graphopt.analysis.products import product, same_tensor
+from graphopt.analysis.products import as_matrix, product, same_tensor, value_numbers
 from graphopt.compat import RECOMPUTE, SAVE, is_recomputed, run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, ancestors
@@ -68,8 +68,9 @@ class RunLora:
             if order != AUTOGRAD.for_layer(layer.shape):
                 rewriter.rewrite(layer, order)
                 changed.append(name)
-        removed = rewriter.finish() if changed else 0
-        return Changes(tuple(changed), _left_alone(sites, changed), removed)
+        chosen = [layer for name, layer in layers.items() if name in decisions]
+        removed, batched = rewriter.finish(chosen)
+        return Changes(tuple(n for n in layers if n in {*changed, *batched}), _left_alone(sites, [*changed, *batched]), removed)
 
 
 def _left_alone(sites: LoraSites, changed: Collection[str]) -> dict[str, str]:
@@ -226,10 +227,48 @@ class _Rewriter:
         args[position] = operand
         node.args = tuple(args)
 
-    def finish(self) -> int:
-        """Put the nodes in an order in which they can run, and remove what nothing needs; returns how many."""
+    def finish(self, layers: Collection[LoraLayer]) -> tuple[int, list[str]]:
+        """Batch products of one input, put the nodes in an order in which they can run, and remove what nothing needs.
+
+        Returns:
+            How many nodes were removed, and the names of layers whose XA is computed together with another's.
+        """
+        before = len(self.graph.graph.nodes)
         simplify_sizes(self.graph.graph)
-        removed = self.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code()
         sort_nodes(self.graph.graph, self.order)
+        batched = self._batch_shared_inputs(layers)
+        if batched:
+            self.graph.eliminate_dead_code()
+            sort_nodes(self.graph.graph, self.order)
         self.graph.module.recompile()
-        return removed
+        return before - len(self.graph.graph.nodes), batched
+
+    def _batch_shared_inputs(self, layers: Collection[LoraLayer]) -> list[str]:
+        """Compute XA of layers that read the same X (as q, k and v do) as one product X [A1 A2 ...]."""
+        alive = set(self.graph.graph.nodes)
+        numbers = value_numbers(self.graph.graph)
+        groups: dict[tuple[int, bool, float], list[tuple[str, fx.Node]]] = {}
+        for layer in layers:
+            for adapter in layer.adapters:
+                first = adapter.first
+                if first in alive and first.target is aten.mm.default:
+                    x = as_matrix(first.args[0])  # type: ignore[arg-type]
+                    groups.setdefault((numbers[x.leaf], is_recomputed(first), x.scale), []).append((layer.name, first))
+        names = []
+        for group in groups.values():
+            firsts = sorted({first for _, first in group}, key=lambda node: self.order[node])
+            if len(firsts) > 1:
+                names += [name for name, _ in group]
+                self._batch(firsts)
+        return names
+
+    def _batch(self, firsts: list[fx.Node]) -> None:
+        anchor = firsts[0]
+        factors = self._emit(aten.cat.default, ([first.args[1] for first in firsts], 1), anchor)
+        together = self._emit(aten.mm.default, (anchor.args[0], factors), anchor)
+        start = 0
+        for first in firsts:
+            end = start + int(first.meta["val"].shape[1])
+            self._replace(first, self._emit(aten.slice.Tensor, (together, 1, start, end), anchor))
+            start = end

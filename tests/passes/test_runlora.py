@@ -329,6 +329,19 @@ def test_with_a_cut_and_with_checkpointing() -> None:
     check_pass(RunLora(MERGED), adapted(Checkpointed()), (batch(),), names)
 
 
+@pytest.mark.parametrize("order", [AUTOGRAD, MERGED, named_order("forward1", "backward1")], ids=str)
+def test_adapters_of_one_input_share_a_product(order: Any) -> None:
+    model, x = adapted(Net()), batch()
+    graph = joint(model, x)
+    names = [layer.name for layer in find_lora_sites(graph).layers]
+    rewritten, report = run_pass(RunLora(order), graph, names)
+    products = [n for n in rewritten.graph.nodes if n.target is torch.ops.aten.mm.default]
+    shared = [n for n in products if tuple(n.meta["val"].shape)[1] == 4 and n.args[1].target is torch.ops.aten.cat.default]
+    assert len(shared) == 1
+    assert {"base_model.model.left.base_layer.weight", "base_model.model.right.base_layer.weight"} <= set(report.changes.changed)
+    check_pass(RunLora(order), model, (x,), names)
+
+
 def test_an_unknown_layer_is_refused() -> None:
     with pytest.raises(PassError, match="nowhere"):
         run_pass(RunLora(), joint(adapted(Net()), batch()), ["nowhere"])
