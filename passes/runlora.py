@@ -17,9 +17,10 @@ import torch
 from graphopt.passes.base import Changes, Preserves, Site
 from torch import fx
 
-from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, order_flops
-from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites, summed_with
+from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, named_order, order_flops
+from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites
 from graphopt.analysis.products import as_matrix, product, same_tensor, value_numbers
+from graphopt.analysis.sums import summed_with
 from graphopt.compat import RECOMPUTE, SAVE, is_recomputed, run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, ancestors
@@ -33,15 +34,28 @@ class RunLora:
     """The reordering of adapters' products.
 
     Attributes:
-        order: one order for all layers (see `named_order`); None: the planner chooses for each.
+        order: one order for all layers, as an `Order` or by the paper's names ("forward2+backward5"); None: the planner
+            chooses for each.
         criterion: what the planner minimises: "time" (measured products) or "flops".
+    Raises:
+        PassError: an unknown order or criterion.
     """
 
-    order: Order | None = None
+    order: Order | str | None = None
     criterion: str = "time"
     name = "runlora"
     preserves = Preserves.EXACT
     serves = ()
+
+    def __post_init__(self) -> None:
+        if self.criterion not in ("time", "flops"):
+            raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
+        _ = self.fixed_order
+
+    @property
+    def fixed_order(self) -> Order | None:
+        """`order`, if one was asked for."""
+        return _by_name(self.order) if isinstance(self.order, str) else self.order
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every layer whose products can be reordered, by the name of its weight."""
@@ -63,7 +77,9 @@ class RunLora:
         for name, layer in layers.items():
             if name not in decisions:
                 continue
-            order = decisions[name] if isinstance(decisions, Mapping) else self.order or fewest_flops(layer, graph.batch_size)
+            order = (
+                decisions[name] if isinstance(decisions, Mapping) else self.fixed_order or fewest_flops(layer, graph.batch_size)
+            )
             order = order.for_layer(layer.shape)
             if order != AUTOGRAD.for_layer(layer.shape):
                 rewriter.rewrite(layer, order)
@@ -71,6 +87,14 @@ class RunLora:
         chosen = [layer for name, layer in layers.items() if name in decisions]
         removed, batched = rewriter.finish(chosen)
         return Changes(tuple(n for n in layers if n in {*changed, *batched}), _left_alone(sites, [*changed, *batched]), removed)
+
+
+def _by_name(text: str) -> Order:
+    forward, _, backward = text.replace(" ", "").partition("+")
+    try:
+        return named_order(forward, backward)
+    except KeyError:
+        raise PassError(f"order {text!r}: use forward1 or forward2, then + and backward1 to backward8.") from None
 
 
 def _left_alone(sites: LoraSites, changed: Collection[str]) -> dict[str, str]:

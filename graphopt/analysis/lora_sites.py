@@ -7,14 +7,14 @@ the batch. Its products in the backward are known by what they multiply: dY B', 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from graphopt.analysis.contraction_orders import AdapterShape, LayerShape
-from graphopt.analysis.products import Matrix, as_matrix, product, same_shape, same_tensor, scalar_factor, value_numbers, widened
+from graphopt.analysis.products import Matrix, as_matrix, product, same_tensor, value_numbers
+from graphopt.analysis.sums import NotASum, below_views, summed_with, tensor_users
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ def find_lora_sites(graph: TrainingGraph) -> LoraSites:
             continue
         try:
             adapter, base = finder.adapter(first, node)
-        except NotALayer as reason:
+        except NotASum as reason:
             if str(reason):
                 left_alone[finder.name_of(product(first)[1])] = str(reason)  # type: ignore[index]
             continue
@@ -125,12 +125,12 @@ def find_lora_sites(graph: TrainingGraph) -> LoraSites:
     for base, adapters in groups.items():
         try:
             layers.append(finder.layer(base, tuple(adapters)))
-        except NotALayer as reason:
+        except NotASum as reason:
             left_alone.update({a.name: str(reason) for a in adapters})
     return LoraSites(tuple(layers), left_alone)
 
 
-class NotALayer(Exception):
+class NotALayer(NotASum):
     """Why something that looks like an adapter is left alone; empty if nobody would call it one."""
 
 
@@ -187,7 +187,7 @@ class _Finder:
     def _added(self, node: fx.Node) -> bool:
         try:
             summed_with(node, self.forward)
-        except NotALayer:
+        except NotASum:
             return False
         return True
 
@@ -227,7 +227,7 @@ class _Finder:
         return node
 
     def _is_chain(self, node: fx.Node) -> bool:
-        leaf = as_matrix_of_rows(node)
+        leaf = below_views(node)
         return self.first_of_chain(leaf) is not None
 
     def layer(self, base: fx.Node, adapters: tuple[Adapter, ...]) -> LoraLayer:
@@ -326,7 +326,7 @@ class _Finder:
             return adapter
         try:
             total, _, factor = summed_with(adapter.grad_input.node, self.backward)
-        except NotALayer:
+        except NotASum:
             return adapter
         same = math.isclose(adapter.grad_input.scale * factor, adapter.scale * grad_scale, rel_tol=1e-9)
         if same and (self._summed(total) & self._summed(grad_input)):
@@ -339,52 +339,8 @@ class _Finder:
         while True:
             try:
                 node, _, factor = summed_with(node, self.backward)
-            except NotALayer:
+            except NotASum:
                 return found
             if factor != 1:
                 return found
             found.add(node)
-
-
-def summed_with(node: fx.Node, region: Collection[fx.Node] | None = None) -> tuple[fx.Node, fx.Node, float]:
-    """The addition that a result goes into, the other summand, and the number it is multiplied by on the way.
-
-    Args:
-        region: users elsewhere are overlooked; by default none are.
-    Raises:
-        NotALayer: it goes somewhere else too, or something else happens to it first.
-    """
-    factor = 1.0
-    while True:
-        users = [u for u in tensor_users(node) if region is None or u in region or u.op == "output"]
-        if len(users) != 1 or users[0].op == "output":
-            raise NotALayer("")
-        (user,) = users
-        if user.target is aten.add.Tensor and not user.kwargs and len(user.all_input_nodes) == 2:
-            other = next(n for n in user.all_input_nodes if n is not node)
-            if not same_shape(other, node):
-                raise NotALayer("")
-            return user, other, factor
-        if same_tensor(user):
-            pass
-        elif (back := next((u for u in user.users if widened(u) is node), None)) is not None and len(tensor_users(user)) == 1:
-            user = back
-        elif (number := scalar_factor(user)) is not None:
-            factor *= number
-        elif user.target is aten.mul.Tensor:
-            raise NotALayer("the adapter is scaled by a tensor, as DoRA does: merging would change the result")
-        else:
-            raise NotALayer("")
-        node = user
-
-
-def tensor_users(node: fx.Node) -> list[fx.Node]:
-    """Users that read a node's values, and not only its size; the graph's output is one."""
-    return [u for u in node.users if u.op == "output" or not isinstance(u.meta.get("val"), torch.SymInt)]
-
-
-def as_matrix_of_rows(node: fx.Node) -> fx.Node:
-    """The node below views and factors."""
-    while node.op == "call_function" and (same_tensor(node) or scalar_factor(node) is not None):
-        node = node.args[0]  # type: ignore[assignment]
-    return node

@@ -92,9 +92,9 @@ def choose_orders(
         times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
         error = imprecise.get(layer.name, 0.0)
         try:
-            choices[layer.name] = _choose(layer, shape, rewrite.order, error, times)
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, times)
         except torch.OutOfMemoryError:  # no room to time products beside the model
-            choices[layer.name] = _choose(layer, shape, rewrite.order, error, None)
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, None)
     return choices
 
 

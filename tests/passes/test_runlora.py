@@ -342,6 +342,15 @@ def test_adapters_of_one_input_share_a_product(order: Any) -> None:
     check_pass(RunLora(order), model, (x,), names)
 
 
+def test_orders_have_the_papers_names() -> None:
+    assert RunLora("forward2 + backward5").fixed_order == MERGED
+    for wrong in ("forward3+backward1", "forward1", "forward1+backward9"):
+        with pytest.raises(PassError, match="forward1 or forward2"):
+            RunLora(wrong)
+    with pytest.raises(PassError, match="'time' or 'flops'"):
+        RunLora(criterion="speed")
+
+
 def test_an_unknown_layer_is_refused() -> None:
     with pytest.raises(PassError, match="nowhere"):
         run_pass(RunLora(), joint(adapted(Net()), batch()), ["nowhere"])
