@@ -122,6 +122,19 @@ def test_checkpointed_regions_are_recomputed(backend: str) -> None:
     assert saved[1] < 0.6 * saved[0]
 
 
+def test_checkpointing_a_model_with_frozen_embeddings() -> None:
+    """PEFT and Trainer let the embeddings' result require a gradient, so that reentrant checkpointing has one to pass on."""
+    model, inputs = zoo.make("lora", 4)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    zoo.loss_of(zoo.call(opt, inputs)).backward()
+    reference, _ = zoo.make("lora", 4)
+    zoo.loss_of(zoo.call(reference, inputs)).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_dropout_in_a_checkpointed_region_is_the_same_in_forward_and_backward(backend: str) -> None:
     """The gradient agrees with finite differences of the loss under the same seed."""

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -133,6 +134,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     metrics = logging.getLogger("torch._dynamo.metrics_context")
     with (
         warnings.catch_warnings(),
+        _intermediates_that_require_grad(),
         torch._dynamo.config.patch(
             ignore_logging_functions=set() if warn_once is None else {warn_once},
             allow_rnn=True,
@@ -158,6 +160,19 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope
             part.f_globals = {**vars(builtins), **part.f_globals}
     return graph
+
+
+def _intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
+    """Let Dynamo trace `requires_grad_()` on a result, as checkpointing of models with frozen embeddings calls it.
+
+    Dynamo refuses because the result's own gradient is lost. Here nobody asks for one: a joint graph computes the gradients of
+    parameters, and they do not depend on it.
+    """
+    from torch._dynamo.output_graph import OutputGraph
+
+    if not hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
+        return contextlib.nullcontext()
+    return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", return_value=None)
 
 
 def _explain_graph_break(error: Exception) -> str:
