@@ -118,6 +118,8 @@ def refusal(layer: LoraLayer, order: Order) -> str:
     """Why an order cannot be used for a layer; "" if it can."""
     if order.merges and layer.unmergeable:
         return layer.unmergeable
+    if (order.weight_grad_a or order.weight_grad_b) and not layer.shares_input:
+        return "the adapter's input is not the layer's, as with dropout: X'dY would not serve both"
     if order.merged_input_grad and any(a.grad_input is not None and not a.input_summed for a in layer.adapters):
         return "the parts of its input's gradient are not added up in one place"
     return ""

@@ -76,6 +76,7 @@ class LoraLayer:
         grad_weight: the product that gives dW or its transpose; None if W is frozen.
         shape: sizes, with rows as an expression of `B`.
         unmergeable: why W + cAB must not be formed; "" if it may.
+        shares_input: every adapter reads the layer's own X, so that X'dY serves them all.
     """
 
     name: str
@@ -86,6 +87,7 @@ class LoraLayer:
     grad_weight: Gradient | None
     shape: LayerShape
     unmergeable: str = ""
+    shares_input: bool = True
 
 
 @dataclass(frozen=True)
@@ -235,12 +237,15 @@ class _Finder:
         x_node, w_node = product(base)  # type: ignore[misc]
         x, w = as_matrix(x_node), as_matrix(w_node)
         grads: set[int] = set()
-        found, unmergeable = [], ""
+        found, unmergeable, shares_input = [], "", True
         for adapter in adapters:
             own = as_matrix(adapter.first.args[0])  # type: ignore[arg-type]
+            if own.transposed:
+                raise NotALayer("the chain and the product that it is added to read different inputs")
             if self.numbers[own.leaf] != self.numbers[x.leaf]:
                 if x.leaf not in ancestors([own.leaf]):
                     raise NotALayer("the chain and the product that it is added to read different inputs")
+                shares_input = False
                 unmergeable = "the adapter's input is not the layer's, as with dropout: merging would change the result"
             adapter, grad = self._with_gradients(adapter)
             found.append(adapter)
@@ -254,8 +259,8 @@ class _Finder:
             (number,) = grads
             uses = self.products.get(number, [])
             of_weight = [u for u in uses if self.numbers[u[2].leaf] == self.numbers[w.leaf]]
-            inputs = [(n, m) for n, m, o, _ in of_weight if o.transposed != w.transposed]
-            weights = [(n, m, o, left) for n, m, o, left in uses if self.numbers[o.leaf] == self.numbers[x.leaf]]
+            inputs = [(n, m) for n, m, o, left in of_weight if left and o.transposed != w.transposed]
+            weights = [u for u in uses if self.numbers[u[2].leaf] == self.numbers[x.leaf] and _is_outer(*u[1:])]
             if len(inputs) > 1 or len(weights) > 1:
                 raise NotALayer("its gradients are computed in a way that is not known")
             for node, gradient in inputs:
@@ -283,7 +288,7 @@ class _Finder:
             itemsize=value.element_size(),
         )
         name = self.name_of(w_node)
-        return LoraLayer(name, base, tuple(found), grad_output, grad_input, grad_weight, shape, unmergeable)
+        return LoraLayer(name, base, tuple(found), grad_output, grad_input, grad_weight, shape, unmergeable, shares_input)
 
     def _with_gradients(self, adapter: Adapter) -> tuple[Adapter, Matrix | None]:
         """The adapter with its products in the backward, and dY."""
@@ -294,30 +299,39 @@ class _Finder:
         grad: Matrix | None = None
         grad_b = upstream = grad_a = grad_input = None
         of_hidden = self.products.get(number[adapter.first], [])
-        if len(of_hidden) > 1:
+        if len(of_hidden) > 1 or not all(_is_outer(*use[1:]) for use in of_hidden):
             raise unknown
         for node, hidden, other, left in of_hidden:
             grad, grad_b = other, Gradient(node, not left, hidden.scale * other.scale * x.scale)
         ups = [
             (n, m, o)
             for n, m, o, left in self.products.get(number[b.leaf], [])
-            if not left and m.transposed != b.transposed and (grad is None or number[o.leaf] == number[grad.leaf])
+            if not left
+            and m.transposed != b.transposed
+            and not o.transposed
+            and (grad is None or number[o.leaf] == number[grad.leaf])
         ]
         if len(ups) > 1:
             raise NotALayer("its factor B takes part in several layers")
         for node, factor, other in ups:
             grad, upstream = other, Gradient(node, False, other.scale * factor.scale / b.scale)
             uses = self.products.get(number[node], [])
-            of_x = [(n, z.scale * o.scale, left) for n, z, o, left in uses if number[o.leaf] == number[x.leaf]]
-            of_a = [(n, z.scale * o.scale / a.scale) for n, z, o, _ in uses if number[o.leaf] == number[a.leaf]]
+            of_x = [
+                (n, z.scale * o.scale, left)
+                for n, z, o, left in uses
+                if number[o.leaf] == number[x.leaf] and _is_outer(z, o, left)
+            ]
+            of_a = [
+                (n, z.scale * o.scale / a.scale)
+                for n, z, o, left in uses
+                if number[o.leaf] == number[a.leaf] and left and not z.transposed and o.transposed != a.transposed
+            ]
             if len(of_x) > 1 or len(of_a) > 1 or len(of_x) + len(of_a) != len(uses):
                 raise unknown
             for found, scale, left in of_x:
                 grad_a = Gradient(found, left, scale * upstream.scale)
             for found, scale in of_a:
                 grad_input = Gradient(found, False, scale * upstream.scale)
-        if grad is not None and grad.transposed and grad_b is None:
-            raise unknown
         return replace(adapter, upstream=upstream, grad_a=grad_a, grad_b=grad_b, grad_input=grad_input), grad
 
     def _with_input_sum(self, adapter: Adapter, grad_input: fx.Node | None, grad_scale: float) -> Adapter:
@@ -344,3 +358,9 @@ class _Finder:
             if factor != 1:
                 return found
             found.add(node)
+
+
+def _is_outer(one: Matrix, other: Matrix, one_is_left: bool) -> bool:
+    """Whether a product sums over rows, as a weight's gradient does: the left operand is transposed, the right is not."""
+    left, right = (one, other) if one_is_left else (other, one)
+    return left.transposed and not right.transposed

@@ -195,14 +195,49 @@ def test_several_adapters_on_one_layer() -> None:
         check_pass(RunLora(order), model, (batch(),), [layer.name for layer in layers])
 
 
-def test_dropout_forbids_merging_but_not_reordering() -> None:
+def test_dropout_forbids_merging() -> None:
     graph = joint(adapted(Net(), lora_dropout=0.5), batch())
     layers = find_lora_sites(graph).layers
     assert all("dropout" in layer.unmergeable for layer in layers)
-    assert all(not order.merges for layer in layers for order in legal_orders(layer))
-    with pytest.raises(PassError, match="dropout"):
-        run_pass(RunLora(MERGED), graph, [layers[0].name])
-    run_pass(RunLora(named_order("forward1", "backward3")), graph, [layers[0].name])
+    for layer in layers:
+        assert {str(order) for order in legal_orders(layer)} == {"forward1 + backward1, XA saved", "forward1 + backward1"}
+    for wrong in (MERGED, named_order("forward1", "backward3")):
+        with pytest.raises(PassError, match="dropout"):
+            run_pass(RunLora(wrong), graph, [layers[0].name])
+
+
+class OwnInput(Scaled):
+    """The adapter reads something else than the layer, as with dropout, but the same every time; W is trained too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.below(x))
+        return (self.base(x) + torch.relu(x) * 0.5 @ self.down @ self.up).square().sum()
+
+
+def test_an_adapter_with_an_input_of_its_own_keeps_its_gradients() -> None:
+    (layer,) = find_lora_sites(joint(OwnInput(), batch())).layers
+    assert not layer.shares_input
+    for order in legal_orders(layer):
+        check_pass(RunLora(order), OwnInput(), (batch(),), [layer.name])
+
+
+@pytest.mark.parametrize("order", ORDERS[1::4], ids=str)
+def test_square_layers_are_not_confused(order: Any) -> None:
+    """Rows, inputs, outputs and rank are all equal: only what is transposed tells the products apart."""
+
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.base = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.down, self.up = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.below(x))
+            return (self.base(x) + 2 * (x @ self.down @ self.up)).square().sum()
+
+    x = torch.randn(4, 4)
+    (layer,) = find_lora_sites(joint(Square(), x)).layers
+    check_pass(RunLora(order), Square(), (x,), [layer.name])
 
 
 class Dora(Scaled):
