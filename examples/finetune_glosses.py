@@ -96,7 +96,7 @@ def fine_tune(
     """One run; returns its curves and figures."""
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder(), num_labels=classes).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr if budget is None else args.budget_lr or args.lr)
     warm_up = args.warm_up * args.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / max(1, warm_up), (args.steps - step) / max(1, args.steps - warm_up))
@@ -206,8 +206,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=32, help="tokens per definition")
     parser.add_argument("--lr", type=float, default=3e-4, help="peak of the learning rate, which then falls linearly to 0")
+    parser.add_argument("--budget-lr", type=float, help="the same for the run under the budget, if it is to differ")
     parser.add_argument("--warm-up", type=float, default=0.1, help="fraction of the steps in which it rises")
     parser.add_argument("--budget", type=float, default=0.5, help="fraction of full training's FLOPs")
+    parser.add_argument("--runs", nargs="+", choices=["full", "budget"], default=["full", "budget"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--evaluate", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--reselect", type=int, default=1250, help="steps between selections (an epoch is 1250)")
@@ -225,7 +227,7 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with Progress(console=console) as bar:
         for seed in args.seeds:
-            for budget in (None, args.budget):
+            for budget in [None if run == "full" else args.budget for run in args.runs]:
                 results.append(fine_tune(args, budget, seed, train, validation, len(labels), bar))
                 (args.out / "results.json").write_text(json.dumps(results, indent=1))
     plot(results, args.out / "curves.png")
