@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
@@ -72,7 +72,7 @@ def main() -> None:
         plain = fine_tune(args, train, len(labels), False, bar)
         ours = fine_tune(args, train, len(labels), True, bar)
     difference = max(abs(a - b) for a, b in zip(plain["losses"], ours["losses"], strict=True))
-    console.print(ours["report"])
+    console.print(str(ours["report"]), markup=False, highlight=False)
     console.print(f"loss {plain['losses'][0]:.4f} -> {plain['losses'][-1]:.4f}; largest difference {difference:.1e}")
     medians = [statistics.median(run["seconds"]) for run in (plain, ours)]
     console.print(f"median step: PEFT under torch.compile {medians[0]:.3f} s, graphopt {medians[1]:.3f} s")
