@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -195,14 +196,7 @@ def bench_greentrainer(
     from graphopt.bench import greentrainer
 
     results = greentrainer.run(models.split(","), repeats, Console(stderr=True))
-    text = json.dumps(results, indent=1)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
-    if as_json:
-        print(text)
-    else:
-        greentrainer.show(results, Console())
+    _give(results, greentrainer.show, out, as_json)
 
 
 @bench_app.command("memory")
@@ -217,14 +211,7 @@ def bench_memory(
 
     quiet_transformers()
     results = memory.run(models.split(",") if models else None, Console(stderr=True))
-    text = json.dumps(results, indent=1)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
-    if as_json:
-        print(text)
-    else:
-        memory.show(results, Console())
+    _give(results, memory.show, out, as_json)
 
 
 @bench_app.command("runlora")
@@ -244,6 +231,11 @@ def bench_runlora(
     if dtype not in kinds:
         raise InputError(f"dtype {dtype!r}: use {' or '.join(kinds)}.")
     results = runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], Console(stderr=True))
+    _give(results, runlora.show, out, as_json)
+
+
+def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
+    """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
     text = json.dumps(results, indent=1)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +243,7 @@ def bench_runlora(
     if as_json:
         print(text)
     else:
-        runlora.show(results, Console())
+        show(results, Console())
 
 
 def main() -> None:

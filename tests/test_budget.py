@@ -1,7 +1,6 @@
 import pytest
 from graphopt.passes import GreenTrainer, RunLora
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from graphopt import Budget, BudgetError
 from graphopt.budget import parse_bytes

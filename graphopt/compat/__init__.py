@@ -3,31 +3,48 @@
 Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types defined here (`JointExport`, `InputDesc`,
 `OutputDesc`) and ordinary FX graphs, so a new torch release means mending this package alone.
 
-Map: versions -> `require_supported_torch`; capture -> `dynamo_capture`, `export_joint`; retrace -> `retrace`;
-partitioning and Inductor -> `inductor`; what Inductor's programs allocate -> `inductor_program`; tracing artifacts ->
-`trace_artifact`.
+Map: `joint`, from a model to Dynamo's graph and the joint graph; `fakes`, shapes without memory and tracing again;
+`recompute`, what the backward computes again; `inductor`, partitioning and compiling; `inductor_program`, what Inductor's
+programs allocate. The names of the first three are found here, too.
 """
 
 from __future__ import annotations
 
-import builtins
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import sympy
 import torch
-from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphopt.errors import CaptureError, TorchVersionError
+from graphopt.compat.fakes import (
+    expression as expression,
+    fake_mode_of as fake_mode_of,
+    fake_with_values as fake_with_values,
+    known_integer_values as known_integer_values,
+    new_fake_mode as new_fake_mode,
+    no_autocast as no_autocast,
+    output_list as output_list,
+    remember_values as remember_values,
+    retrace as retrace,
+    run_on_metadata as run_on_metadata,
+    unsynced_tracing_context as unsynced_tracing_context,
+)
+from graphopt.compat.joint import (
+    BatchSpecialised as BatchSpecialised,
+    InputDesc as InputDesc,
+    JointExport as JointExport,
+    OutputAlias as OutputAlias,
+    OutputDesc as OutputDesc,
+    dynamo_capture as dynamo_capture,
+    dynamo_example as dynamo_example,
+    dynamo_source as dynamo_source,
+    export_joint as export_joint,
+    mark_batch_symbolic as mark_batch_symbolic,
+    no_dynamo as no_dynamo,
+)
+from graphopt.compat.recompute import RECOMPUTE as RECOMPUTE, SAVE as SAVE, is_recomputed as is_recomputed
+from graphopt.errors import TorchVersionError
 
 SUPPORTED = ((2, 11), (2, 13))
-
 
 OpOverload = torch._ops.OpOverload
 """The type of an operator such as `torch.ops.aten.mm.default`."""
@@ -47,369 +64,6 @@ def require_supported_torch(version: str = torch.__version__) -> None:
         )
 
 
-# ---- capture
-
-
-@dataclass(frozen=True)
-class InputDesc:
-    """What a placeholder of the joint graph is.
-
-    Attributes:
-        kind: "parameter" and "buffer" (target: qualified name), "input" (target: index among the flat tensor inputs),
-            "tangent" (target: the `OutputDesc` it is the gradient of) or "other".
-    """
-
-    kind: str
-    target: Any
-
-
-@dataclass(frozen=True)
-class OutputDesc:
-    """What an output of the joint graph is.
-
-    Attributes:
-        kind: "output" (target: index among the model's flat outputs), "mutation" (target: the mutated `InputDesc`),
-            "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`) or "none".
-    """
-
-    kind: str
-    target: Any
-
-
-@dataclass(frozen=True)
-class OutputAlias:
-    """How one flat output of the model relates to other tensors.
-
-    Attributes:
-        kind: "fresh" (its own value), "input" (a view of flat graph input `base`), "intermediate" (a view of the graph
-            output at position `base` of the model's outputs followed by the bases), or "constant" (not a tensor).
-        base: see `kind`; None for "fresh".
-        exact: the output is the base itself, not a view of it.
-        differentiable: gradients flow through it in eager mode.
-    """
-
-    kind: str
-    base: int | None
-    exact: bool
-    differentiable: bool
-
-
-@dataclass(frozen=True)
-class JointExport:
-    """A joint forward and backward graph with plain descriptors; see `InputDesc` and `OutputDesc`."""
-
-    module: fx.GraphModule
-    inputs: tuple[InputDesc, ...]
-    outputs: tuple[OutputDesc, ...]
-    aliases: tuple[OutputAlias, ...]
-    out_spec: Any
-    guards: tuple[sympy.Basic, ...]
-    ranges: dict[sympy.Symbol, Any]
-
-
-class BatchSpecialised(Exception):
-    """Internal: the model's code fixed the batch size while it was traced; the text says where."""
-
-
-def mark_batch_symbolic(tensor: Tensor, dim: int) -> None:
-    """Ask Dynamo to trace dimension `dim` of `tensor` as a symbol, and the others as the numbers they are."""
-    for other in range(tensor.dim()):
-        if other == dim:
-            torch._dynamo.mark_dynamic(tensor, other)
-        else:
-            torch._dynamo.mark_static(tensor, other)
-
-
-def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace `module(*args)` to one FX graph, without running it.
-
-    Raises:
-        BatchSpecialised: a dimension marked by `mark_batch_symbolic` was fixed by the model's code.
-        CaptureError: the model cannot be traced as one graph; names the user's source line.
-    """
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-
-    warn_once = getattr(logging.Logger, "warning_once", None)
-    metrics = logging.getLogger("torch._dynamo.metrics_context")
-    with (
-        warnings.catch_warnings(),
-        _intermediates_that_require_grad(),
-        torch._dynamo.config.patch(
-            ignore_logging_functions=set() if warn_once is None else {warn_once},
-            allow_rnn=True,
-            assume_static_by_default=True,
-            automatic_dynamic_shapes=False,
-        ),
-    ):
-        # Attributes that forward() sets are not replayed by the compiled step, nor needed by it.
-        warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
-        was_disabled, metrics.disabled = metrics.disabled, True  # torch 2.11 cannot log the setting above, and says so
-        try:
-            graph = dynamo_graph_capture_for_export(module)(*args)
-        except ConstraintViolationError as error:
-            raise BatchSpecialised(str(error)) from error
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if "ConstraintViolation" in str(error) or "mark_dynamic" in str(error):
-                raise BatchSpecialised(str(error)) from error
-            raise CaptureError(_explain_graph_break(error)) from error
-        finally:
-            metrics.disabled = was_disabled
-    for name in ("_dynamo_bytecode_flatten", "_dynamo_bytecode_unflatten"):
-        part = getattr(graph, name, None)
-        if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope
-            part.f_globals = {**vars(builtins), **part.f_globals}
-    return graph
-
-
-def _intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
-    """Let Dynamo trace `requires_grad_()` on a result, as checkpointing of models with frozen embeddings calls it.
-
-    Dynamo refuses because the result's own gradient is lost. Here nobody asks for one: a joint graph computes the gradients of
-    parameters, and they do not depend on it.
-    """
-    from torch._dynamo.output_graph import OutputGraph
-
-    if not hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
-        return contextlib.nullcontext()
-    return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", return_value=None)
-
-
-def _explain_graph_break(error: Exception) -> str:
-    """One readable message out of Dynamo's: the reason, the user's source line, and what to do."""
-    reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    frames = [
-        f for f in getattr(error, "real_stack", None) or () if "/torch/" not in f.filename and "graphopt/" not in f.filename
-    ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
-    return (
-        f"the model cannot be captured as one graph{where}. Reason: {reason}. Remedy: move that line out of forward(), "
-        "replace it by tensor operations (torch.where, torch.cond), or pass its result in as an input."
-    )
-
-
-def no_dynamo() -> contextlib.AbstractContextManager[Any]:
-    """Inside a backend of torch.compile: start anew, as if no compilation were under way."""
-    return torch._guards.tracing(None)
-
-
-def dynamo_example(node: fx.Node) -> Any:
-    """The real value that Dynamo traced a placeholder with, or None."""
-    argument = node.meta.get("grapharg")
-    return None if argument is None else argument.example
-
-
-def dynamo_source(node: fx.Node) -> str:
-    """Where in the user's program Dynamo found a placeholder's value."""
-    argument = node.meta.get("grapharg")
-    if argument is None:
-        return ""
-    name = argument.source.name
-    return name() if callable(name) else name
-
-
-def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Tensor]) -> JointExport:
-    """Trace forward and backward of `module(*args)` to one ATen graph.
-
-    Args:
-        stack: stays open as long as the returned graph is traced further.
-        module: what `dynamo_capture` returned, or any module that AOTAutograd can trace.
-        args: the flat tensor inputs.
-
-    Raises:
-        CaptureError: no output requires a gradient, or the model does something a joint graph cannot hold.
-    """
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-
-    context = getattr(module, "meta", {}).get("tracing_context")
-    if context is not None:  # remembers which dimensions are symbols
-        stack.enter_context(torch._guards.tracing(context))
-    joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
-    metadata = joint._aot_state.fw_metadata
-    for info in metadata.input_info:
-        if info.mutates_metadata or (info.mutates_data and info.requires_grad):
-            raise CaptureError(
-                "forward() resizes, re-strides or changes in place a tensor that requires a gradient. "
-                "Remedy: compute a new tensor instead, or make the change under torch.no_grad() outside forward()."
-            )
-    graph = joint.graph_module.graph
-    output = graph.output_node()
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    shape_env = joint.fake_mode.shape_env
-    return JointExport(
-        module=joint.graph_module,
-        inputs=tuple(_describe_input(node.meta["desc"]) for node in placeholders),
-        outputs=tuple(OutputDesc("none", None) if desc is None else _describe_output(desc) for desc in output.meta["desc"]),
-        aliases=tuple(_describe_alias(info) for info in metadata.output_info),
-        out_spec=joint.out_spec,
-        guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
-        ranges={} if shape_env is None else dict(shape_env.var_to_range),
-    )
-
-
-def _describe_input(desc: Any) -> InputDesc:
-    from torch._functorch._aot_autograd import descriptors as d
-
-    match desc:
-        case d.ParamAOTInput():
-            return InputDesc("parameter", desc.target)
-        case d.BufferAOTInput():
-            return InputDesc("buffer", desc.target)
-        case d.PlainAOTInput():
-            return InputDesc("input", desc.idx)
-        case d.TangentAOTInput():
-            return InputDesc("tangent", _describe_output(desc.output))
-    raise CaptureError(f"the model takes or makes a kind of tensor that graphopt does not support: {desc.expr()}")
-
-
-def _describe_output(desc: Any) -> OutputDesc:
-    from torch._functorch._aot_autograd import descriptors as d
-
-    match desc:
-        case d.PlainAOTOutput():
-            return OutputDesc("output", desc.idx)
-        case d.InputMutationAOTOutput():
-            return OutputDesc("mutation", _describe_input(desc.mutated_input))
-        case d.IntermediateBaseAOTOutput():
-            return OutputDesc("base", _describe_output(desc.base_of).target)
-        case d.GradAOTOutput():
-            return OutputDesc("gradient", _describe_input(desc.grad_of))
-    raise CaptureError(f"the model returns a kind of tensor that graphopt does not support: {desc.expr()}")
-
-
-def _describe_alias(info: Any) -> OutputAlias:
-    from torch._functorch._aot_autograd.schemas import OutputType
-
-    kinds = {
-        OutputType.alias_of_input: "input",
-        OutputType.is_input: "input",
-        OutputType.alias_of_intermediate: "intermediate",
-        OutputType.alias_of_intermediate_save_as_output: "intermediate",
-        OutputType.alias_of_intermediate_base_is_user_output: "output",
-    }
-    kind = kinds.get(info.output_type, "fresh" if issubclass(info.raw_type, Tensor) else "constant")
-    return OutputAlias(kind, info.base_idx, info.output_type is OutputType.is_input, info.requires_grad)
-
-
-def expression(value: Any) -> sympy.Expr:
-    """The sympy expression of an int or a symbolic int, with every replacement known to its shape environment."""
-    if isinstance(value, torch.SymInt):
-        node = value.node
-        return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
-    return sympy.Integer(value)
-
-
-# ---- retrace
-
-
-def output_list(module: fx.GraphModule) -> list[Any]:
-    """What a graph returns, one entry per output."""
-    results: Any = module.graph.output_node().args[0]
-    return list(results)
-
-
-def no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Run operators as they are, whatever autocast the caller is in."""
-    return torch._C._DisableAutocast()
-
-
-def new_fake_mode() -> Any:
-    """A mode in which tensors have shapes and dtypes but no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
-    """The mode of the first fake tensor among `tensors`, or None."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
-
-
-_KNOWN_VALUES_LIMIT = 2**24
-"""Elements up to which a fake tensor of integers or booleans keeps its values."""
-
-
-@contextlib.contextmanager
-def known_integer_values() -> Iterator[None]:
-    """Fake tensors of integers and booleans that come from `fake_with_values` keep their values through operators."""
-    from torch._subclasses import fake_tensor
-
-    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN_VALUES_LIMIT
-    try:
-        yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
-
-
-def fake_with_values(fake: Tensor, real: Tensor) -> Tensor:
-    """`fake`, knowing the values of `real` if it holds integers or booleans; see `known_integer_values`."""
-    if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= _KNOWN_VALUES_LIMIT:
-        fake.constant = real.detach().clone()  # type: ignore[attr-defined]
-    return fake
-
-
-def remember_values(result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Give a fake tensor that a factory such as `arange` made its values, if they are integers or booleans."""
-    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
-    plain = isinstance(result, FakeTensor) and not (result.is_floating_point() or result.is_complex())
-    if plain and result.constant is None and func in _FACTORIES and result.numel() <= _KNOWN_VALUES_LIMIT:
-        with unset_fake_temporarily():
-            result.constant = func(*args, **{**kwargs, "device": "cpu"})
-
-
-_FACTORIES = frozenset(
-    {
-        torch.ops.aten.arange.default,
-        torch.ops.aten.arange.start,
-        torch.ops.aten.arange.start_step,
-        torch.ops.aten.full.default,
-        torch.ops.aten.ones.default,
-        torch.ops.aten.zeros.default,
-    }
-)
-
-
-def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, decompose: bool) -> fx.GraphModule:
-    """Trace `module` again for the concrete shapes of `args` (fake tensors), keeping node metadata.
-
-    Args:
-        decompose: also rewrite operators to those that Inductor lowers.
-    """
-    import torch._inductor.lowering  # decompositions look things up there without importing it
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._inductor.decomposition import select_decomp_table
-
-    table = select_decomp_table() if decompose else {}
-
-    def run(*flat: Tensor) -> Any:
-        return fx.Interpreter(module).run(*flat)
-
-    with (
-        fake_mode,
-        torch.no_grad(),
-        no_autocast(),
-        enable_python_dispatcher(),
-        fx.traceback.preserve_node_meta(),
-        unsynced_tracing_context(fake_mode),
-    ):
-        return fx.experimental.proxy_tensor.make_fx(run, decomposition_table=table)(*args)
-
-
-@contextlib.contextmanager
-def unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
-    """A tracing context of its own for `fake_mode`, in which operators and Inductor look for theirs."""
-    context = torch._guards.TracingContext(fake_mode)
-    with torch._guards.tracing(context):
-        yield context
-
-
-# ---- running
-
-
 def release_saved_tensors(ctx: Any) -> None:
     """Drop an autograd context's own references to saved tensors, so that a backward can free each after its last use."""
     release = getattr(ctx, "maybe_clear_saved_tensors", None)
@@ -417,38 +71,8 @@ def release_saved_tensors(ctx: Any) -> None:
         release()
 
 
-# ---- tracing
-
-
 def trace_artifact(name: str, text: str) -> None:
     """Hand `text` to torch's structured trace, so that TORCH_TRACE and tlparse show it as artifact `name`."""
     from torch._logging import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
-
-
-# ---- rewriting
-
-
-def _policy(name: str) -> dict[str, Any]:
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    return {"recompute": getattr(CheckpointPolicy, name), "ac_graph_id": 0}
-
-
-RECOMPUTE, SAVE = _policy("MUST_RECOMPUTE"), _policy("MUST_SAVE")
-"""Metadata of a node that the backward computes again, or alone; and of one whose result the forward gives it."""
-
-
-def is_recomputed(node: fx.Node) -> bool:
-    """Whether the backward computes a node of the forward again instead of being given its result."""
-    policy = getattr(node.meta.get("recompute"), "name", "")
-    return node.op == "call_function" and policy in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
-
-
-def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives for the fake tensors that its arguments' nodes record."""
-    values = fx.map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
-    tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)]
-    with fake_mode_of(tensors) or contextlib.nullcontext(), torch.no_grad(), no_autocast():
-        return target(*values[0], **values[1])

@@ -10,6 +10,22 @@ from graphopt.errors import InputError
 from graphopt.runtime.module import OptimizedModule, Reselection
 
 
+class Every:
+    """Counts steps and says when so many have passed."""
+
+    def __init__(self, every: int) -> None:
+        """Set up a count; raises `InputError` unless `every` is at least 1 step."""
+        if every < 1:
+            raise InputError(f"every={every} must be at least 1 step.")
+        self.every = every
+        self.steps = 0
+
+    def after_step(self) -> bool:
+        """Count a step; whether it is the last of `every`."""
+        self.steps += 1
+        return self.steps % self.every == 0
+
+
 class SelectionController:
     """Selects tensors anew every so many steps, by default to be set to one epoch (GreenTrainer, A.5).
 
@@ -33,13 +49,10 @@ class SelectionController:
         Raises:
             InputError: `every` is below 1.
         """
-        if every < 1:
-            raise InputError(f"every={every} must be at least 1 step.")
         self.opt = opt
         self.optimizer = optimizer
-        self.every = every
+        self.due = Every(every)
         self.tolerance = tolerance
-        self.steps = 0
         self.history: list[Reselection] = []
 
     def after_step(self, batch: Any) -> Reselection | None:
@@ -48,8 +61,7 @@ class SelectionController:
         Returns:
             What the selection did, or None between selections.
         """
-        self.steps += 1
-        if self.steps % self.every:
+        if not self.due.after_step():
             return None
         outcome = self.opt.reselect(batch, self.optimizer, self.tolerance)
         self.history.append(outcome)
@@ -78,13 +90,9 @@ class MergeController:
         Raises:
             InputError: `every` is below 1.
         """
-        if every < 1:
-            raise InputError(f"every={every} must be at least 1 step.")
         self.opt = opt
-        self.every = every
-        self.steps = 0
+        self.due = Every(every)
 
     def after_step(self) -> bool:
         """Count a step; when it is time, look. Returns whether a layer's order may change with the next step."""
-        self.steps += 1
-        return self.steps % self.every == 0 and self.opt.recheck_merges()
+        return self.due.after_step() and self.opt.recheck_merges()

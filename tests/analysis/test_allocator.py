@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import graphopt
 from graphopt.analysis.allocator import LARGE_SEGMENT, MIB, SMALL_SEGMENT, CachingAllocator, cuda_memory, rounded

@@ -3,8 +3,7 @@ import functools
 import pytest
 import torch
 from graphopt.passes import GreenTrainer, run_pass
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import graphopt

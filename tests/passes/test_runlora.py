@@ -9,8 +9,7 @@ import pytest
 import torch
 from graphopt.passes import GreenTrainer, RunLora, run_pass
 from graphopt.passes.runlora import legal_orders
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 

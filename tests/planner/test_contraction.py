@@ -10,8 +10,7 @@ import pytest
 import torch
 from graphopt.passes import RunLora
 from graphopt.passes.runlora import legal_orders
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from graphopt.analysis.contraction_orders import AUTOGRAD, LayerShape, Order, named_order, order_flops, saved_bytes

@@ -5,8 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from graphopt import BudgetError, ImportanceError
 from graphopt.planner.costs import BackwardCosts, smallest_ratio

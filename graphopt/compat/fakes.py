@@ -1,0 +1,132 @@
+"""Fake tensors and symbolic sizes: shapes without memory, known integer values, tracing a graph again with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+
+def output_list(module: fx.GraphModule) -> list[Any]:
+    """What a graph returns, one entry per output."""
+    results: Any = module.graph.output_node().args[0]
+    return list(results)
+
+
+def no_autocast() -> contextlib.AbstractContextManager[None]:
+    """Run operators as they are, whatever autocast the caller is in."""
+    return torch._C._DisableAutocast()
+
+
+def new_fake_mode() -> Any:
+    """A mode in which tensors have shapes and dtypes but no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
+    """The mode of the first fake tensor among `tensors`, or None."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
+
+
+_KNOWN_VALUES_LIMIT = 2**24
+"""Elements up to which a fake tensor of integers or booleans keeps its values."""
+
+
+@contextlib.contextmanager
+def known_integer_values() -> Iterator[None]:
+    """Fake tensors of integers and booleans that come from `fake_with_values` keep their values through operators."""
+    from torch._subclasses import fake_tensor
+
+    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
+    fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN_VALUES_LIMIT
+    try:
+        yield
+    finally:
+        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+
+
+def fake_with_values(fake: Tensor, real: Tensor) -> Tensor:
+    """`fake`, knowing the values of `real` if it holds integers or booleans; see `known_integer_values`."""
+    if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= _KNOWN_VALUES_LIMIT:
+        fake.constant = real.detach().clone()  # type: ignore[attr-defined]
+    return fake
+
+
+def remember_values(result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Give a fake tensor that a factory such as `arange` made its values, if they are integers or booleans."""
+    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+    plain = isinstance(result, FakeTensor) and not (result.is_floating_point() or result.is_complex())
+    if plain and result.constant is None and func in _FACTORIES and result.numel() <= _KNOWN_VALUES_LIMIT:
+        with unset_fake_temporarily():
+            result.constant = func(*args, **{**kwargs, "device": "cpu"})
+
+
+_FACTORIES = frozenset(
+    {
+        torch.ops.aten.arange.default,
+        torch.ops.aten.arange.start,
+        torch.ops.aten.arange.start_step,
+        torch.ops.aten.full.default,
+        torch.ops.aten.ones.default,
+        torch.ops.aten.zeros.default,
+    }
+)
+
+
+def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, decompose: bool) -> fx.GraphModule:
+    """Trace `module` again for the concrete shapes of `args` (fake tensors), keeping node metadata.
+
+    Args:
+        decompose: also rewrite operators to those that Inductor lowers.
+    """
+    import torch._inductor.lowering  # decompositions look things up there without importing it
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = select_decomp_table() if decompose else {}
+
+    def run(*flat: Tensor) -> Any:
+        return fx.Interpreter(module).run(*flat)
+
+    with (
+        fake_mode,
+        torch.no_grad(),
+        no_autocast(),
+        enable_python_dispatcher(),
+        fx.traceback.preserve_node_meta(),
+        unsynced_tracing_context(fake_mode),
+    ):
+        return fx.experimental.proxy_tensor.make_fx(run, decomposition_table=table)(*args)
+
+
+@contextlib.contextmanager
+def unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
+    """A tracing context of its own for `fake_mode`, in which operators and Inductor look for theirs."""
+    context = torch._guards.TracingContext(fake_mode)
+    with torch._guards.tracing(context):
+        yield context
+
+
+def expression(value: Any) -> sympy.Expr:
+    """The sympy expression of an int or a symbolic int, with every replacement known to its shape environment."""
+    if isinstance(value, torch.SymInt):
+        node = value.node
+        return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
+    return sympy.Integer(value)
+
+
+def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives for the fake tensors that its arguments' nodes record."""
+    values = fx.map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
+    tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)]
+    with fake_mode_of(tensors) or contextlib.nullcontext(), torch.no_grad(), no_autocast():
+        return target(*values[0], **values[1])
