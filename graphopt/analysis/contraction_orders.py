@@ -41,7 +41,11 @@ class Order:
         a = self.weight_grad_a and any(a.trains_a for a in shape.adapters)
         b = self.weight_grad_b and trains_b
         merged = self.merged_input_grad and shape.input_grad
-        possible = {"none": True, "xa": trains_b and not b and not self.merged_forward, "merged": self.merged_forward and merged}
+        possible = {
+            "none": True,
+            "xa": trains_b and not b and not self.merged_forward and not shape.runs_again,
+            "merged": self.merged_forward and merged and not shape.runs_again,
+        }
         return Order(self.merged_forward, self.save if possible[self.save] else "none", a, b, merged)
 
     @property
@@ -110,6 +114,7 @@ class LayerShape:
         input_grad: dX is needed.
         weight_grad: W is trained too, so that Z3 is computed anyway.
         itemsize: bytes per element.
+        runs_again: the backward computes the layer's output a second time (activation checkpointing), so that nothing is saved.
     """
 
     rows: Any
@@ -119,6 +124,7 @@ class LayerShape:
     input_grad: bool = True
     weight_grad: bool = False
     itemsize: int = 4
+    runs_again: bool = False
 
     def at(self, batch_size: int) -> LayerShape:
         """The sizes at a concrete batch size."""
@@ -131,19 +137,11 @@ Product = tuple[Any, Any, Any]
 
 def all_orders(shape: LayerShape) -> Iterator[Order]:
     """Every order that differs from the others in what it computes or keeps, autograd's first."""
-    trains_a = any(a.trains_a for a in shape.adapters)
-    trains_b = any(a.trains_b for a in shape.adapters)
-    for forward, a, b, dx in product(
-        (False, True),
-        (False, True) if trains_a else (False,),
-        (False, True) if trains_b else (False,),
-        (False, True) if shape.input_grad else (False,),
-    ):
-        saves: list[Save] = ["xa"] if trains_b and not b and not forward else []
-        saves += ["none"]
-        saves += ["merged"] if forward and dx else []
-        for save in saves:
-            yield Order(forward, save, a, b, dx)
+    for forward, a, b, dx in product((False, True), repeat=4):
+        saves: list[Save] = ["xa", "none", "merged"]
+        for order in (Order(forward, save, a, b, dx) for save in saves):
+            if order == order.for_layer(shape):
+                yield order
 
 
 def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Product]]:
@@ -163,7 +161,7 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
         separate_x = shape.input_grad and not order.merged_input_grad
         if separate_a or separate_x:
             backward.append((t, o, r))
-        if separate_b and order.save != "xa":
+        if separate_b and order.save != "xa" and (order.merged_forward or not shape.runs_again):
             backward.append((t, i, r))
         if adapter.trains_a:
             backward.append((i, t, r) if separate_a else (i, o, r))
@@ -171,9 +169,9 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
             backward.append((r, t, o) if separate_b else (r, i, o))
         if separate_x:
             backward.append((t, r, i))
-        elif shape.input_grad and not (order.merged_forward and order.save == "merged"):
+        elif shape.input_grad and not (order.merged_forward and (order.save == "merged" or shape.runs_again)):
             backward.append((i, r, o))
-    return forward, backward
+    return forward, (forward if shape.runs_again else []) + backward
 
 
 def _needs_weight_product(order: Order, shape: LayerShape) -> bool:
@@ -196,12 +194,14 @@ def saved_bytes(order: Order, shape: LayerShape) -> Any:
 def moved_bytes(order: Order, shape: LayerShape) -> Any:
     """Bytes that elementwise work reads and writes: adding up Y and dX, and forming W + cAB from a copy of W."""
     t, i, o = shape.rows, shape.inputs, shape.outputs
+    runs = 2 if shape.runs_again else 1
     elements = 0
     for _ in shape.adapters:
-        elements += 0 if order.merged_forward else 3 * t * o
+        elements += 0 if order.merged_forward else runs * 3 * t * o
         if shape.input_grad:
             elements += 0 if order.merged_input_grad else 3 * t * i
-    merges = int(order.merged_forward) + int(order.merged_input_grad and not (order.merged_forward and order.save == "merged"))
+    kept = order.merged_forward and (order.save == "merged" or shape.runs_again)
+    merges = runs * order.merged_forward + (order.merged_input_grad and not kept)
     return (elements + merges * 2 * i * o) * shape.itemsize
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, fx
@@ -39,6 +40,18 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
                     elements *= graph.at(size, batch_size)
                 storages[source, i] = elements * value.element_size()
     return sum(storages.values())
+
+
+def computed_again(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx.Node]:
+    """Nodes of the forward that the backward computes a second time: marked so, and needed for a gradient."""
+    stack = list(graph.gradients().values())
+    seen = set(stack)
+    while stack:
+        for node in stack.pop().all_input_nodes:
+            if node not in seen and (node not in forward or is_recomputed(node)):
+                seen.add(node)
+                stack.append(node)
+    return seen.intersection(forward)
 
 
 def _view_source(node: fx.Node) -> fx.Node:

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import GreenTrainer, RunLora, run_pass
-from graphopt.passes.runlora import legal_orders
+from graphopt.passes.runlora import legal_orders, refusal
 from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import graphopt
 from graphopt import PassError
-from graphopt.analysis.contraction_orders import AUTOGRAD, named_order, order_flops
+from graphopt.analysis.contraction_orders import AUTOGRAD, all_orders, named_order, order_flops, saved_bytes as kept_bytes
 from graphopt.analysis.lora_sites import find_lora_sites
 from graphopt.analysis.saved import saved_bytes
 from graphopt.capture import capture
@@ -353,14 +353,31 @@ def test_with_a_cut_and_with_checkpointing() -> None:
         else:
             assert ours.grad is None
 
-    class Checkpointed(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            run = super().forward
-            return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
-
     names = [layer.name for layer in find_lora_sites(joint(adapted(Checkpointed()), batch())).layers]
     assert len(names) == 3
     check_pass(RunLora(MERGED), adapted(Checkpointed()), (batch(),), names)
+
+
+class Checkpointed(Net):
+    """The net, with all but its input computed again in the backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = super().forward
+        return torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_what_checkpointing_computes_twice_counts_twice() -> None:
+    graph = joint(adapted(Checkpointed()), batch())
+    layers = find_lora_sites(graph).layers
+    assert {layer.shape.runs_again for layer in layers} == {True}
+    shapes = [layer.shape.at(graph.batch_size) for layer in layers]
+    assert all(kept_bytes(o, shape) == 0 for shape in shapes for o in all_orders(shape))
+    autograd = sum(order_flops(AUTOGRAD.for_layer(shape), shape) for shape in shapes)
+    for order in all_orders(shapes[0]):
+        if all(refusal(layer, order) == "" for layer in layers):
+            rewritten, report = run_pass(RunLora(order), graph, [layer.name for layer in layers])
+            predicted = sum(order_flops(order.for_layer(shape), shape) for shape in shapes) - autograd
+            assert report.step_flops_after - report.step_flops_before == predicted, order
 
 
 @pytest.mark.parametrize("order", [AUTOGRAD, MERGED, named_order("forward1", "backward1")], ids=str)
