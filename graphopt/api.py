@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from graphopt.lower import Backend, check_backend
 from graphopt.passes import GreenTrainer, Pass, RunLora
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
+from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.module import OptimizedModule
@@ -73,7 +74,8 @@ def optimize(
         start = time.perf_counter()
         graph = variants.captured(args, kwargs)
         capture_seconds = time.perf_counter() - start
-        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, passes == "auto")
+        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
+        plan.check_memory(graph)
     return OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
 
 
@@ -86,6 +88,7 @@ def make_plan(
     passes: tuple[Pass, ...],
     optimizer: torch.optim.Optimizer | None,
     loss: LossFunction | None,
+    backend: Backend,
     auto: bool = False,
 ) -> Plan:
     """Decide for every pass; see `optimize`.
@@ -99,11 +102,12 @@ def make_plan(
         if auto and not sites.layers and not sites.left_alone:
             passes = tuple(p for p in passes if not isinstance(p, RunLora))
         imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    plan = Plan(budget, passes, imprecise=imprecise, memory=MemoryLimit.of(budget, backend, optimizer))
     given = [p.train for p in passes if isinstance(p, GreenTrainer) and p.train is not None]
     if given:
-        return Plan(budget, passes, train=frozenset(given[0]), imprecise=imprecise)
+        return replace(plan, train=frozenset(given[0]))
     if budget.flops is None:
-        return Plan(budget, passes, imprecise=imprecise)
+        return plan
     profile = flop_profile(graph)
     names = reachable(profile, budget)
     importance = measure_importance(model, args, kwargs, names, optimizer, loss)
@@ -113,7 +117,7 @@ def make_plan(
             "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "
             "optimizer=None to rate tensors by their squared gradient."
         )
-    return Plan(budget, passes, frozenset(selection.names), selection, importance, imprecise)
+    return replace(plan, train=frozenset(selection.names), selection=selection, importance=importance)
 
 
 @dataclass(frozen=True)

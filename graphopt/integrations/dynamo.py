@@ -19,6 +19,7 @@ from graphopt.budget import Budget
 from graphopt.errors import GraphoptError
 from graphopt.lower import check_backend
 from graphopt.planner.contraction import merge_errors
+from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.runtime.variants import STEP_LIMIT, BoundedCache
 
@@ -101,9 +102,12 @@ class _Region(nn.Module):
         if all(entry is not None and entry[0] == budget for entry in known.values()):
             # Dynamo asks anew for other shapes: they train the same tensors.
             trained = frozenset(name for name, entry in known.items() if entry and entry[1])
-            plan = Plan(budget, passes, trained, imprecise=merge_errors(graph, parameters))
+            plan = Plan(
+                budget, passes, trained, imprecise=merge_errors(graph, parameters), memory=MemoryLimit.of(budget, backend)
+            )
         else:
-            plan = make_plan(self, arguments, {}, graph, budget, passes, None, None)
+            plan = make_plan(self, arguments, {}, graph, budget, passes, None, None, backend)
+        plan.check_memory(graph)
         for name in known:
             _TRAINED[parameters[name]] = (budget, plan.train is None or name in plan.train)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ def choose_orders(
     rewrite: RunLora,
     imprecise: Mapping[str, float],
     times_for: TimesFor,
+    price: float = 0.0,
 ) -> dict[str, Choice]:
     """An order for every layer with adapters of `graph`, which never needs more FLOPs or keeps more bytes than autograd's.
 
@@ -84,6 +86,8 @@ def choose_orders(
         rewrite: says whether FLOPs or time decide, or the order itself.
         imprecise: layers whose weight must not be merged with their adapters, with the error (see `merge_errors`).
         times_for: measured times of products on a device; None where nothing can be measured, so that FLOPs decide.
+        price: seconds (or FLOPs) that keeping a byte for the backward is worth avoiding; above 0, orders with more FLOPs are
+            considered, too (see `graphopt.planner.memory_limit`).
     """
     choices = {}
     for layer in find_lora_sites(graph).layers:
@@ -92,13 +96,15 @@ def choose_orders(
         times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
         error = imprecise.get(layer.name, 0.0)
         try:
-            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, times)
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, times, price)
         except torch.OutOfMemoryError:  # no room to time products beside the model
-            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, None)
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, None, price)
     return choices
 
 
-def _choose(layer: LoraLayer, shape: LayerShape, given: Order | None, error: float, times: ProductTimes | None) -> Choice:
+def _choose(
+    layer: LoraLayer, shape: LayerShape, given: Order | None, error: float, times: ProductTimes | None, price: float
+) -> Choice:
     before = AUTOGRAD.for_layer(shape)
     legal = legal_orders(layer)
     blocked = layer.unmergeable
@@ -106,21 +112,23 @@ def _choose(layer: LoraLayer, shape: LayerShape, given: Order | None, error: flo
         legal = [o for o in legal if not o.merges]
         blocked = f"merging would lose {error:.0%} of the adapter in {layer.base.meta['val'].dtype}"
     flops = {o: order_flops(o, shape) for o in legal}
-    affordable = [
-        o for o in legal if flops[o] <= order_flops(before, shape) and saved_bytes(o, shape) <= saved_bytes(before, shape)
-    ]
+    saved = {o: saved_bytes(o, shape) for o in legal}
+    most = order_flops(before, shape) if price == 0 else math.inf
+    affordable = [o for o in legal if flops[o] <= most and saved[o] <= saved_bytes(before, shape)]
     if given is not None:
         order, why = given.for_layer(shape), "as asked for"
         if refusal(layer, order) or (order.merges and error > ETA):
             order = before
     elif times is None:
-        order = min(affordable, key=lambda o: (flops[o], saved_bytes(o, shape)))
+        order = min(affordable, key=lambda o: (flops[o] + price * saved[o], saved[o]))
         why = "the fewest FLOPs"
     else:
-        rough = {o: _roofline(o, shape, times) for o in affordable}
+        rough = {o: _roofline(o, shape, times) + price * saved[o] for o in affordable}
         close = [o for o in affordable if rough[o] <= CLOSE * min(rough.values())]
-        order = min(close, key=lambda o: (_seconds(o, shape, times), saved_bytes(o, shape)))
+        order = min(close, key=lambda o: (_seconds(o, shape, times) + price * saved[o], saved[o]))
         why = "the least time"
+    if price > 0:
+        why += " within the memory"
     if order == before:
         why = f"autograd's own order has {why.removeprefix('the ')}" if given is None else why
     if blocked:

@@ -13,6 +13,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, RunLora, run_pass
 from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
+from graphopt.planner.memory_limit import MemoryLimit, orders_within
 from graphopt.planner.product_times import product_times
 from graphopt.planner.selection import BackwardCosts, Selection, infeasible, select
 
@@ -43,12 +44,13 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
                 raise PassError(f"{item!r} is not a pass: give a name ({_known()}) or an object with the Pass contract.")
             else:
                 chosen.append(item)
-    served = {name for rewrite in chosen for name in rewrite.serves}
+    served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
     for name, value in budget.stated().items():
         if name not in served:
+            known = sorted({"memory", *(s for make in BY_NAME.values() for s in make.serves)})
             raise BudgetError(
-                f"budget {name}={value} is served by no pass in use; this version serves "
-                f"{', '.join(sorted({s for make in BY_NAME.values() for s in make.serves}))}. Remove it from the budget."
+                f"budget {name}={value} is served by no pass in use; this version serves {', '.join(known)}. "
+                "Remove it from the budget."
             )
     return tuple(chosen)
 
@@ -68,6 +70,7 @@ class Plan:
         selection: how `train` was found; None where it was given or nothing limits FLOPs.
         importance: what the selection maximised.
         imprecise: error by name of layers whose weight must not be merged with their adapters; see `merge_errors`.
+        memory: the budget's limit on memory.
     """
 
     budget: Budget
@@ -76,6 +79,7 @@ class Plan:
     selection: Selection | None = None
     importance: Importance | None = None
     imprecise: Mapping[str, float] = field(default_factory=dict)
+    memory: MemoryLimit | None = None
 
     @property
     def key(self) -> Hashable:
@@ -92,7 +96,7 @@ class Plan:
         for rewrite in self.passes:
             choices: tuple[Choice, ...] = ()
             if isinstance(rewrite, RunLora):
-                found = choose_orders(graph, batch_size or graph.batch_size, rewrite, self.imprecise, product_times)
+                found = self._orders(graph, batch_size or graph.batch_size, rewrite)
                 choices = tuple(found.values())
                 decisions: Any = {name: choice.order for name, choice in found.items()}
             else:
@@ -104,6 +108,30 @@ class Plan:
             graph, report = run_pass(rewrite, graph, decisions)
             reports.append(replace(report, choices=choices))
         return graph, reports
+
+    def _orders(self, graph: TrainingGraph, batch_size: int, rewrite: RunLora) -> dict[str, Choice]:
+        def choose(price: float) -> dict[str, Choice]:
+            return choose_orders(graph, batch_size, rewrite, self.imprecise, product_times, price)
+
+        if self.memory is None or rewrite.fixed_order is not None:
+            return choose(0.0)
+        return orders_within(self.memory, graph, batch_size, choose)
+
+    def check_memory(self, graph: TrainingGraph) -> None:
+        """Foretell the peak of a step at the captured batch size.
+
+        Raises:
+            BudgetError: it exceeds the budget; states the smallest feasible one.
+        """
+        if self.memory is None:
+            return
+        peak = self.memory.peak_of(self.rewrite(graph)[0], graph.batch_size)
+        if peak > self.memory.peak_bytes:
+            raise BudgetError(
+                f"memory={self.memory.peak_bytes:,} bytes is less than a step needs with a batch of {graph.batch_size} "
+                f"({self.memory.backend}, optimizer state included). Smallest feasible with these passes: {peak:,}. Use a "
+                "smaller batch or activation checkpointing."
+            )
 
 
 def backward_costs(profile: FlopProfile) -> BackwardCosts:
