@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,19 +23,23 @@ from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.paper_rules import PaperProfile, paper_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
-from graphopt.capture import BatchDim, as_call, capture
-from graphopt.errors import ImportanceError, InputError
+from graphopt.capture import BatchDim, as_call, capture, flatten_call
+from graphopt.errors import ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Pass, RunLora
+from graphopt.passes import GreenTrainer, Pass, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
+from graphopt.planner.independence import mixing_reason
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.sampling import SamplingController
 from graphopt.runtime.variants import Variants
+
+logger = logging.getLogger("graphopt")
 
 
 def optimize(
@@ -76,7 +81,11 @@ def optimize(
         capture_seconds = time.perf_counter() - start
         plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
         plan.check_memory(graph)
-    return OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
+    opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
+    for rewrite in plan.passes:
+        if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None and not plan.mixing:
+            opt.control(SamplingController(opt, rewrite, budget.variance))
+    return opt
 
 
 def make_plan(
@@ -103,7 +112,43 @@ def make_plan(
             passes = tuple(p for p in passes if not isinstance(p, RunLora))
         imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     plan = Plan(budget, passes, imprecise=imprecise, memory=MemoryLimit.of(budget, backend, optimizer))
-    given = [p.train for p in passes if isinstance(p, GreenTrainer) and p.train is not None]
+    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
+    samplers = [p for p in passes if isinstance(p, Vcas)]
+    if samplers:
+        plan = replace(plan, mixing=_mixing(plan, model, args, kwargs, graph, explicit=not samplers[0].adaptive))
+    return plan
+
+
+def _mixing(
+    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graph: TrainingGraph, explicit: bool
+) -> str:
+    """Why samples of this model cannot be left out of the backward; see `mixing_reason`.
+
+    Raises:
+        PassError: they cannot, although the caller asked for it by stating ratios.
+    """
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    rewritten, _ = plan.before_sampling().rewrite(graph)
+    reason = mixing_reason(rewritten, tensors, flatten_call(args, kwargs))
+    if reason and explicit:
+        raise PassError(f"rows of this model's backward cannot be sampled: {reason}. Remove the vcas pass.")
+    if reason:
+        logger.warning("the backward is not sampled: %s", reason)
+    return reason
+
+
+def _with_selection(
+    plan: Plan,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    graph: TrainingGraph,
+    optimizer: torch.optim.Optimizer | None,
+    loss: LossFunction | None,
+) -> Plan:
+    """The plan with the tensors to train, where they are given or the budget limits FLOPs."""
+    budget = plan.budget
+    given = [p.train for p in plan.passes if isinstance(p, GreenTrainer) and p.train is not None]
     if given:
         return replace(plan, train=frozenset(given[0]))
     if budget.flops is None:

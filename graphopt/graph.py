@@ -53,6 +53,7 @@ class TrainingGraph:
         symbols: the batch symbols inside the graph's shapes (inputs may have one each); empty for a static graph.
         batch_size: the batch of the example inputs.
         static_reason: why the batch is not symbolic, or "".
+        refused: outputs whose gradient this graph cannot take, although the model's own backward could.
     """
 
     module: fx.GraphModule
@@ -67,6 +68,7 @@ class TrainingGraph:
     static_reason: str = ""
     guards: tuple[sympy.Basic, ...] = ()
     minimum_batch: int = 1
+    refused: tuple[OutputDesc, ...] = ()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -156,6 +158,22 @@ class TrainingGraph:
                 self.graph.output_node().args = (tuple(results),)
                 return
         raise PassError(f"the graph computes no gradient for {name!r}; it may be frozen or unused")
+
+    def add_input(self, desc: InputDesc, value: Any) -> fx.Node:
+        """A further input of the forward, which records `value` (a fake tensor)."""
+        position = next((i for i, d in enumerate(self.inputs) if d.kind == "tangent"), len(self.inputs))
+        tangents = self.placeholders[position:]
+        anchor = tangents[0] if tangents else next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(anchor):
+            node = self.graph.placeholder(f"{desc.kind}_{position}")
+        node.meta["val"] = value
+        self.inputs = (*self.inputs[:position], desc, *self.inputs[position:])
+        return node
+
+    def add_backward_output(self, name: str, node: fx.Node) -> None:
+        """Have the backward return `node`, too; `Lowered.slots[name]` is its value after each backward."""
+        self.outputs = (*self.outputs, OutputDesc("slot", name))
+        self.graph.output_node().args = ((*self.results, node),)
 
     def eliminate_dead_code(self) -> int:
         """Remove nodes that no output needs; returns how many."""

@@ -31,10 +31,12 @@ class Lowered:
     Attributes:
         halves: the partitioned graphs that were compiled.
         run: `(flat graph inputs) -> flat model outputs`, differentiable.
+        slots: what the last backward returned beside gradients, by name; see `TrainingGraph.add_backward_output`.
     """
 
     halves: Halves
     run: Callable[[Sequence[Any]], list[Any]]
+    slots: dict[str, Tensor]
 
 
 def check_backend(backend: Backend) -> None:
@@ -59,7 +61,8 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
         run = _boxed(halves.forward, backend)
     backwards = _Backwards(halves, layout.tangents, backend)
     backwards.compile_for(halves.expected)
-    return Lowered(halves, _Runner(layout, run, backwards))
+    runner = _Runner(layout, run, backwards)
+    return Lowered(halves, runner, runner.slots)
 
 
 def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Sequence[Any]]:
@@ -113,6 +116,8 @@ class _Layout:
         strides: per input, the memory layout that the graph was traced with.
         tangents: by placeholder name, what the backward expects.
         gradients: (index among the backward's results, input position) of every gradient that is computed.
+        slots: (index among the backward's results, name) of what the backward returns beside gradients.
+        refused: see `TrainingGraph.refused`.
     """
 
     mutated: tuple[int, ...]
@@ -122,6 +127,8 @@ class _Layout:
     strides: tuple[tuple[int, ...], ...]
     tangents: dict[str, _Tangent]
     gradients: tuple[tuple[int, int], ...]
+    slots: tuple[tuple[int, str], ...]
+    refused: frozenset[int]
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> _Layout:
@@ -134,7 +141,7 @@ class _Layout:
                 v = node.meta["val"]
                 result = position[desc.target.kind, desc.target.target]
                 tangents[node.name] = _Tangent(result, tuple(v.shape), tuple(v.stride()))
-        returned = [(d, node) for d, node in zip(descs, graph.results, strict=True) if d.kind in ("gradient", "none")]
+        returned = [(d, node) for d, node in zip(descs, graph.results, strict=True) if d.kind in ("gradient", "none", "slot")]
         return cls(
             mutated=tuple(graph.inputs.index(d.target) for d in descs if d.kind == "mutation"),
             num_results=len(results),
@@ -146,7 +153,13 @@ class _Layout:
                 if desc.kind != "tangent"
             ),
             tangents=tangents,
-            gradients=tuple((k, graph.inputs.index(d.target)) for k, (d, node) in enumerate(returned) if node is not None),
+            gradients=tuple(
+                (k, graph.inputs.index(d.target))
+                for k, (d, node) in enumerate(returned)
+                if node is not None and d.kind == "gradient"
+            ),
+            slots=tuple((k, d.target) for k, (d, _) in enumerate(returned) if d.kind == "slot"),
+            refused=frozenset(position[desc.kind, desc.target] for desc in graph.refused),
         )
 
 
@@ -184,7 +197,8 @@ class _Runner:
         self.layout = layout
         self.forward = forward
         self.backwards = backwards
-        self.differentiable = {t.result for t in layout.tangents.values()}
+        self.differentiable = {t.result for t in layout.tangents.values()} | layout.refused
+        self.slots: dict[str, Tensor] = {}
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the step on the joint graph's inputs, less the tangents."""
@@ -238,10 +252,17 @@ class _Step(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         runner: _Runner = ctx.runner
+        refused = sorted(i for i in runner.layout.refused if gradients[i] is not None)
+        if refused:
+            raise GraphoptError(
+                f"this step samples its backward for the loss alone, but output {refused[0]} of the model was differentiated, "
+                "too. Compute the whole loss inside the model, or leave the variance out of the budget."
+            )
         saved = iter(ctx.saved_tensors)
         args = [next(saved) if is_tensor else constant for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)]
         del saved
         compat.release_saved_tensors(ctx)
         with compat.no_autocast():
             returned = runner.backwards(args, gradients)
+        runner.slots.update({name: returned[k] for k, name in runner.layout.slots})
         return (None, None, *(returned[k] for k, _ in runner.layout.gradients))

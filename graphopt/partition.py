@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt.compat.inductor import partition
 from graphopt.graph import TrainingGraph, remove_dead_nodes
-from graphopt.tangents import without_tangents
+from graphopt.tangents import expected_results, tangent_results, without_tangents
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,12 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
         inductor: run Inductor's passes on the joint graph and let the min-cut decide what is recomputed.
     """
     kinds = [desc.kind for desc in graph.outputs]
-    results = [desc for desc in graph.outputs if desc.kind in ("output", "base")]
-    position = {(desc.kind, desc.target): i for i, desc in enumerate(results)}
-    tangents, scalars = {}, []
-    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        if desc.kind == "tangent":
-            tangents[node.name] = position[desc.target.kind, desc.target.target]
-            scalars.append(node.meta["val"].dim() == 0)
-    first = min(tangents.values(), default=None)
-    loss_first = first is not None and any(s for s, i in zip(scalars, tangents.values(), strict=True) if i == first)
+    tangents, expected = tangent_results(graph), expected_results(graph)
     static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
-    num_forward = kinds.count("mutation") + len(results)
+    num_forward = sum(kind in ("mutation", "output", "base") for kind in kinds)
     forward, backward = partition(graph.module, num_forward, static, inductor)
     for half in (forward, backward):
         remove_dead_nodes(half)
     taken = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
     read = {name: i for name, i in tangents.items() if name in taken}
-    expected = frozenset({first} if loss_first and first is not None else read.values())
     return Halves(forward, backward, kinds.count("mutation"), num_forward, static, read, expected.intersection(read.values()))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from graphopt.compat import output_list
-from graphopt.graph import remove_dead_nodes
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph, remove_dead_nodes
 
 aten = torch.ops.aten
 
@@ -89,6 +91,45 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.Gr
     return module
 
 
+def tangent_results(graph: TrainingGraph) -> dict[str, int]:
+    """By tangent placeholder, the position among the model's results (outputs, then bases) that it is the gradient of."""
+    results = [(desc.kind, desc.target) for desc in graph.outputs if desc.kind in ("output", "base")]
+    position = {result: i for i, result in enumerate(results)}
+    return {
+        node.name: position[desc.target.kind, desc.target.target]
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if desc.kind == "tangent"
+    }
+
+
+def expected_results(graph: TrainingGraph) -> frozenset[int]:
+    """Results that training most likely differentiates: the first, if it is a scalar (the loss); else all."""
+    tangents = tangent_results(graph)
+    first = min(tangents.values(), default=None)
+    values = {node.name: node.meta["val"] for node in graph.placeholders}
+    is_loss = any(values[name].dim() == 0 for name, i in tangents.items() if i == first)
+    return frozenset({first} if is_loss and first is not None else tangents.values())
+
+
+def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:
+    """The joint graph without the gradients of results that training is not expected to differentiate.
+
+    They become `TrainingGraph.refused`: a backward that brings one of them is an error.
+    """
+    expected = expected_results(graph)
+    absent = {name for name, i in tangent_results(graph).items() if i not in expected}
+    if not absent:
+        return graph
+    kept = [(d, node.name not in absent) for d, node in zip(graph.inputs, graph.placeholders, strict=True)]
+    return replace(
+        graph,
+        module=without_tangents(graph.module, absent),
+        inputs=tuple(desc for desc, keep in kept if keep),
+        refused=(*graph.refused, *(desc.target for desc, keep in kept if not keep)),
+        notes=list(graph.notes),
+    )
+
+
 def _absent(node: fx.Node, gone: set[fx.Node]) -> bool:
     """Whether an operator with absent arguments has an absent result."""
     packet = getattr(node.target, "overloadpacket", node.target)
@@ -131,6 +172,8 @@ def _same(a: Any, b: Any) -> bool:
 
 def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
     value: Tensor = like.meta["val"]
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        raise PassError("the gradients of the loss and of another output meet in a way that cannot be taken apart.")
     with graph.inserting_before(before):
         node = graph.call_function(
             aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}

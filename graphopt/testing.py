@@ -19,6 +19,8 @@ from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
 from graphopt.passes import Pass, PassReport, Preserves, run_pass
+from graphopt.runtime.uniforms import Uniforms
+from graphopt.runtime.variants import graph_inputs
 from graphopt.specialise import specialise
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
@@ -117,9 +119,8 @@ def compiled(
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    descs = [d for d in graph.inputs if d.kind != "tangent"]
-    inputs = [flat.tensors[d.target] if d.kind == "input" else tensors[d.target] for d in descs]
-    return lambda: lowered.run(inputs)
+    uniforms = Uniforms()
+    return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms))
 
 
 def _differentiable(outputs: Iterable[Any]) -> Tensor:

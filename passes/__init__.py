@@ -1,13 +1,25 @@
 """The rewrites: one file per pass. See `base` for their contract."""
 
-from graphopt.passes import greentrainer, runlora
+from graphopt.passes import greentrainer, runlora, vcas
 from graphopt.passes.base import Pass, PassReport, Preserves, Site, run_pass
 from graphopt.passes.greentrainer import GreenTrainer
 from graphopt.passes.runlora import RunLora
+from graphopt.passes.vcas import Vcas
 
-BY_NAME = {"greentrainer": GreenTrainer, "runlora": RunLora}
+BY_NAME = {"greentrainer": GreenTrainer, "runlora": RunLora, "vcas": Vcas}
 """Passes that `optimize(passes=[...])` accepts by name."""
 
 __all__ = [
-    "BY_NAME", "GreenTrainer", "Pass", "PassReport", "Preserves", "RunLora", "Site", "greentrainer", "run_pass", "runlora",
+    "BY_NAME",
+    "GreenTrainer",
+    "Pass",
+    "PassReport",
+    "Preserves",
+    "RunLora",
+    "Site",
+    "Vcas",
+    "greentrainer",
+    "run_pass",
+    "runlora",
+    "vcas",
 ]  # fmt: skip

@@ -119,7 +119,7 @@ class _Builder:
         return self.formulas[key]
 
     def _add_inputs(self, end: int) -> None:
-        categories: dict[str, Category] = {"parameter": "parameter", "buffer": "buffer", "input": "input"}
+        categories: dict[str, Category] = {"parameter": "parameter", "buffer": "buffer", "input": "input", "random": "input"}
         seen = set()
         for desc, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
             if desc.kind in categories and desc not in seen:
@@ -162,7 +162,8 @@ class _Builder:
 
     def _add_backward(self, end: int, accumulating: bool) -> None:
         """Gradients live until the step ends. One in another layout than its parameter's is copied when it is handed over."""
-        positions = [d.target for d in self.graph.outputs if d.kind in ("gradient", "none")]
+        kinds = ("gradient", "none", "slot")
+        positions = [d.target if d.kind == "gradient" else None for d in self.graph.outputs if d.kind in kinds]
         for name, value in self.tangents:
             size, shape = tensor_bytes(value, self._formula), tuple(self._dim(s) for s in value.shape)
             why = "gradient of an output, held by autograd while the backward runs"

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt.compat.fakes import (
     expression as expression,
+    fake_like as fake_like,
     fake_mode_of as fake_mode_of,
     fake_with_values as fake_with_values,
     known_integer_values as known_integer_values,

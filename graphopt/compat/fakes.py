@@ -36,6 +36,12 @@ def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
     return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
 
 
+def fake_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A fake tensor of another shape and type, on the same device and of the same mode."""
+    with fake_mode_of([tensor]) or contextlib.nullcontext():
+        return torch.empty(*shape, dtype=dtype, device=tensor.device)
+
+
 _KNOWN_VALUES_LIMIT = 2**24
 """Elements up to which a fake tensor of integers or booleans keeps its values."""
 
@@ -124,9 +130,9 @@ def expression(value: Any) -> sympy.Expr:
     return sympy.Integer(value)
 
 
-def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives for the fake tensors that its arguments' nodes record."""
+def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any], fake_mode: Any = None) -> Any:
+    """What an operator gives for the fake tensors that its arguments' nodes record; `fake_mode` is for those that take none."""
     values = fx.map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
     tensors = [v for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)]
-    with fake_mode_of(tensors) or contextlib.nullcontext(), torch.no_grad(), no_autocast():
+    with fake_mode_of(tensors) or fake_mode or contextlib.nullcontext(), torch.no_grad(), no_autocast():
         return target(*values[0], **values[1])

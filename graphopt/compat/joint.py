@@ -24,7 +24,8 @@ class InputDesc:
 
     Attributes:
         kind: "parameter" and "buffer" (target: qualified name), "input" (target: index among the flat tensor inputs),
-            "tangent" (target: the `OutputDesc` it is the gradient of) or "other".
+            "tangent" (target: the `OutputDesc` it is the gradient of), "random" (numbers in [0, 1) that a pass draws from;
+            target: the seed) or "given" (a value that a check hands over; target: what it is).
     """
 
     kind: str
@@ -37,7 +38,8 @@ class OutputDesc:
 
     Attributes:
         kind: "output" (target: index among the model's flat outputs), "mutation" (target: the mutated `InputDesc`),
-            "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`) or "none".
+            "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`), "slot" (target: the
+            name of a further result of the backward) or "none".
     """
 
     kind: str

@@ -10,7 +10,7 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, RunLora, run_pass
+from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, RunLora, Vcas, run_pass
 from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit, orders_within
@@ -18,6 +18,9 @@ from graphopt.planner.product_times import product_times
 from graphopt.planner.selection import BackwardCosts, Selection, infeasible, select
 
 PassList = str | Sequence[str | Pass]
+
+Ratios = tuple[tuple[str, float], ...]
+"""(site, part of its rows kept) where that is less than all, sorted."""
 
 
 def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
@@ -71,6 +74,9 @@ class Plan:
         importance: what the selection maximised.
         imprecise: error by name of layers whose weight must not be merged with their adapters; see `merge_errors`.
         memory: the budget's limit on memory.
+        ratios: of an adaptive sampler, by site; sites that are not named are kept in full.
+        sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
+        mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
     """
 
     budget: Budget
@@ -80,11 +86,14 @@ class Plan:
     importance: Importance | None = None
     imprecise: Mapping[str, float] = field(default_factory=dict)
     memory: MemoryLimit | None = None
+    ratios: Ratios = ()
+    sampled_batch: int = 0
+    mixing: str = ""
 
     @property
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
-        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA)
+        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA), self.ratios
 
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
@@ -93,12 +102,16 @@ class Plan:
             batch_size: for which decisions are taken that depend on it; by default the captured one.
         """
         reports = []
+        batch_size = batch_size or graph.batch_size
         for rewrite in self.passes:
             choices: tuple[Choice, ...] = ()
-            if isinstance(rewrite, RunLora):
-                found = self._orders(graph, batch_size or graph.batch_size, rewrite)
+            if isinstance(rewrite, Vcas):
+                graph = replace(graph, batch_size=batch_size)  # rows are counted for this batch
+                decisions: Any = self._sample_ratios(rewrite, graph)
+            elif isinstance(rewrite, RunLora):
+                found = self._orders(graph, batch_size, rewrite)
                 choices = tuple(found.values())
-                decisions: Any = {name: choice.order for name, choice in found.items()}
+                decisions = {name: choice.order for name, choice in found.items()}
             else:
                 decisions = {site.name for site in rewrite.applicable(graph)}
             if isinstance(rewrite, GreenTrainer) and self.train is not None:
@@ -108,6 +121,20 @@ class Plan:
             graph, report = run_pass(rewrite, graph, decisions)
             reports.append(replace(report, choices=choices))
         return graph, reports
+
+    def before_sampling(self) -> Plan:
+        """The plan without samplers."""
+        return replace(self, passes=tuple(p for p in self.passes if not isinstance(p, Vcas)), ratios=())
+
+    def _sample_ratios(self, rewrite: Vcas, graph: TrainingGraph) -> dict[str, float]:
+        if self.mixing or not graph.symbolic:
+            return {}
+        if not rewrite.adaptive:
+            return rewrite.ratios(graph)
+        if graph.batch_size != self.sampled_batch:
+            return {}
+        known = {site.name for site in rewrite.applicable(graph)}  # another selection may have fewer sites
+        return {name: ratio for name, ratio in self.ratios if name in known}
 
     def _orders(self, graph: TrainingGraph, batch_size: int, rewrite: RunLora) -> dict[str, Choice]:
         def choose(price: float) -> dict[str, Choice]:

@@ -7,7 +7,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,12 @@ from graphopt.loss import LossFunction
 from graphopt.passes import RunLora
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
-from graphopt.planner.plan import Plan, reachable, select_tensors
+from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
-from graphopt.runtime.variants import CompiledStep, Variants
+from graphopt.runtime.variants import CompiledStep, MeasuringStep, Variants
+
+if TYPE_CHECKING:
+    from graphopt.runtime.sampling import SamplingController
 
 logger = logging.getLogger("graphopt")
 
@@ -76,6 +79,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_last_step"] = None
         self.__dict__["_select_seconds"] = select_seconds
         self.__dict__["_profile"] = None
+        self.__dict__["_controller"] = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -106,15 +110,20 @@ class OptimizedModule(nn.Module):
             return model(*args, **kwargs)
         step, inputs = self._variants.step(self._plan, args, kwargs)
         self.__dict__["_last_step"] = step
-        return step(self._tensors(), inputs)
+        return step(self.tensors(), inputs)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""
         model = self._model
         return {
             **dict(model.named_parameters(remove_duplicate=False)),
             **dict(model.named_buffers(remove_duplicate=False)),
         }
+
+    @property
+    def loss_function(self) -> LossFunction | None:
+        """As given to `optimize`."""
+        return self.__dict__["_loss"]
 
     @property
     def selected(self) -> frozenset[str]:
@@ -178,6 +187,38 @@ class OptimizedModule(nn.Module):
         )
         return Reselection(True, gain, seconds)
 
+    @property
+    def controller(self) -> SamplingController | None:
+        """Adapts the sampler under `Budget(variance=...)`; None where nothing is adapted."""
+        return self.__dict__["_controller"]
+
+    def control(self, controller: SamplingController) -> None:
+        """Have `controller` adapt this model's sampler."""
+        self.__dict__["_controller"] = controller
+
+    @property
+    def sample_ratios(self) -> Ratios:
+        """Ratios in force of an adaptive sampler, by site; sites that are not named are kept in full."""
+        return self._plan.ratios
+
+    def set_sample_ratios(self, ratios: Ratios, batch_size: int) -> None:
+        """Put ratios in force for batches of `batch_size`; others are computed exactly."""
+        self.__dict__["_plan"] = replace(self._plan, ratios=ratios, sampled_batch=batch_size)
+
+    def sampled_flops(self, ratios: Ratios, batch: Any) -> float:
+        """FLOPs of a step of `batch` with these ratios, as a part of those without sampling."""
+        args, kwargs = as_call(batch)
+        graph = self._variants.captured(args, kwargs)
+        size = self._variants.batch_size(args, kwargs)
+        plan = replace(self._plan, ratios=ratios, sampled_batch=size)
+        report = plan.rewrite(graph, size)[1][-1]
+        return report.step_flops_after / report.step_flops_before
+
+    def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
+        """A step that samples nothing and measures what sampling would do; kept for as long as the plan and shapes are."""
+        args, kwargs = as_call(batch)
+        return self._variants.measuring_step(self._plan.before_sampling(), args, kwargs, seed)
+
     def recheck_merges(self) -> bool:
         """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).
 
@@ -186,7 +227,7 @@ class OptimizedModule(nn.Module):
         """
         if not any(isinstance(p, RunLora) for p in self._plan.passes):
             return False
-        plan = replace(self._plan, imprecise=merge_errors(self._graph, self._tensors()))
+        plan = replace(self._plan, imprecise=merge_errors(self._graph, self.tensors()))
         changed = plan.key != self._plan.key
         self.__dict__["_plan"] = plan
         return changed

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,9 +18,12 @@ from torch.utils import _pytree as pytree
 
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
 from graphopt.graph import TrainingGraph
+from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend, Lowered, lower
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
+from graphopt.probe import COUNTS, Probe, make_probe
+from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
 
 CAPTURE_LIMIT = 8
@@ -73,15 +76,72 @@ class CompiledStep:
     reports: tuple[PassReport, ...]
     compile_seconds: float
     rewrite_seconds: float
+    uniforms: Uniforms
 
     def __call__(self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs) -> Any:
         """Run the step; the result has the structure of the model's own output."""
-        flat = [
-            inputs.tensors[desc.target] if desc.kind == "input" else model_tensors[desc.target]
-            for desc in self.graph.inputs
-            if desc.kind != "tangent"
-        ]
+        flat = graph_inputs(self.graph, inputs, model_tensors, self.uniforms)
         return pytree.tree_unflatten(self.lowered.run(flat), self.graph.out_spec)
+
+
+def graph_inputs(
+    graph: TrainingGraph,
+    inputs: FlatInputs,
+    model_tensors: Mapping[str, Tensor],
+    uniforms: Uniforms,
+    given: Mapping[Any, Tensor] | None = None,
+) -> list[Tensor]:
+    """The inputs of a graph's forward, in order: the caller's, the model's, and random numbers for passes that draw.
+
+    Args:
+        given: values of inputs that a check or a measurement added, by their target.
+    """
+    flat = []
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind == "input":
+            flat.append(inputs.tensors[desc.target])
+        elif desc.kind == "random":
+            value = node.meta["val"]
+            flat.append(uniforms.draw(desc.target, int(value.shape[0]), value.device))
+        elif desc.kind == "given":
+            flat.append((given or {})[desc.target])
+        elif desc.kind != "tangent":
+            flat.append(model_tensors[desc.target])
+    return flat
+
+
+@dataclass(frozen=True)
+class MeasuringStep:
+    """A compiled step of a `Probe`.
+
+    Attributes:
+        probe: with the static graph that was lowered.
+        batch_size: samples.
+    """
+
+    probe: Probe
+    lowered: Lowered
+    batch_size: int
+    uniforms: Uniforms
+
+    def gradients(
+        self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, counts: Tensor, loss: LossFunction | None
+    ) -> dict[str, Tensor]:
+        """The gradients of the loss by parameter; `.grad` and buffers stay as they are.
+
+        Args:
+            counts: rows kept at each site; see `Probe`.
+        """
+        graph = self.probe.graph
+        mutated = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
+        kept = {d.target: model_tensors[d.target].clone() for d in mutated if d.kind == "buffer"}
+        flat = graph_inputs(graph, inputs, {**model_tensors, **kept}, self.uniforms, {COUNTS: counts})
+        names = [p.name for p in graph.trainable]
+        with torch.enable_grad():
+            output = pytree.tree_unflatten(self.lowered.run(flat), graph.out_spec)
+            scalar, _ = scalar_loss(output, loss)
+            found = torch.autograd.grad(scalar, [model_tensors[name] for name in names], allow_unused=True)
+        return {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
 
 
 @dataclass
@@ -105,8 +165,10 @@ class Variants:
         self.backend = backend
         self.straight_line = straight_line
         self.counters = Counters()
+        self.uniforms = Uniforms()
         self._captures: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
         self._steps: BoundedCache[Any, CompiledStep] = BoundedCache(STEP_LIMIT)
+        self._measuring: tuple[Any, MeasuringStep] | None = None
 
     def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The joint graph for this call, traced if it is new."""
@@ -123,6 +185,27 @@ class Variants:
         if step is None:
             step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
         return step, inputs
+
+    def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Samples of this call."""
+        inputs = flatten_call(args, kwargs)
+        return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
+
+    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> MeasuringStep:
+        """The measuring step for this call under `plan`; only the last one is kept."""
+        inputs = flatten_call(args, kwargs)
+        signature, graph = self._captured(inputs, args, kwargs)
+        batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
+        key = (signature, plan.key, batch_size, seed)
+        if self._measuring is None or self._measuring[0] != key:
+            start = time.perf_counter()
+            probe = make_probe(plan.rewrite(graph, batch_size)[0], seed)
+            static = specialise(probe.graph, batch_size, decompose=self.backend == "inductor")
+            lowered = lower(static, self.backend)
+            self.counters.compilations += 1
+            self.counters.compile_seconds += time.perf_counter() - start
+            self._measuring = (key, MeasuringStep(replace(probe, graph=static), lowered, batch_size, self.uniforms))
+        return self._measuring[1]
 
     def _captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
         dims = batch_dims_of(inputs, self.batch_dim)
@@ -152,7 +235,7 @@ class Variants:
         elapsed = time.perf_counter() - start
         self.counters.compilations += 1
         self.counters.compile_seconds += elapsed
-        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds)
+        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms)
 
     def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
         """Everything that a captured graph depends on, but for the batch size."""

@@ -1,0 +1,72 @@
+"""The products that give the gradients of linear layers' weights: dW = dZ' Z, summed over rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
+from graphopt.graph import TrainingGraph
+
+aten = torch.ops.aten
+
+_PASSED = frozenset({
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
+    aten.add.Tensor, aten.clone.default, aten._to_copy.default, aten.mul.Tensor, aten.alias.default, aten.detach.default,
+})  # fmt: skip
+"""What may stand between a product and the gradient of which it is a term."""
+
+
+@dataclass(frozen=True)
+class WeightProduct:
+    """A product in a weight's gradient that sums over rows (samples, or tokens of samples).
+
+    Attributes:
+        name: of the parameter; further products of the same parameter are numbered.
+        node: the product, (m x rows) by (rows x n).
+        tokens: rows per sample.
+    """
+
+    name: str
+    node: fx.Node
+    tokens: int
+
+
+def find_weight_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
+    """The products over rows in the gradients of a joint graph with a symbolic batch."""
+    cone = gradient_cone(graph)
+    found: dict[fx.Node, WeightProduct] = {}
+    for name, gradient in graph.gradients().items():
+        stack, seen, number = [gradient], set(), 0
+        while stack:
+            node = stack.pop()
+            if node in seen or node not in cone:
+                continue
+            seen.add(node)
+            if node.target in _PASSED:
+                stack.extend(node.all_input_nodes)
+            tokens = _tokens(graph, cone, node)
+            if tokens is not None and node not in found:
+                number += 1
+                found[node] = WeightProduct(name if number == 1 else f"{name} #{number}", node, tokens)
+    return tuple(found[node] for node in graph.graph.nodes if node in found)
+
+
+def _tokens(graph: TrainingGraph, cone: set[fx.Node], node: fx.Node) -> int | None:
+    """Rows per sample that a product sums over, if it multiplies one gradient by one activation; else None."""
+    if node.target is not aten.mm.default:
+        return None
+    left, right = node.args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    if (left in cone) == (right in cone):
+        return None
+    try:
+        rows, columns = batch_dim(graph, left.meta["val"]), batch_dim(graph, right.meta["val"])
+    except NoRows:
+        return None
+    if rows is None or columns is None or rows.dim != 1 or columns.dim != 0:
+        return None
+    return rows.inner

@@ -1,0 +1,144 @@
+"""Row samplers: which rows are kept, and by what each is scaled so that sums over rows keep their expectation (VCAS).
+
+Row i is kept with probability p_i and scaled by 1 / p_i. A registered operator returns a fixed number of rows, so that
+everything computed from them has a static shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def capped_probabilities(weights: Tensor, count: float) -> Tensor:
+    """Inclusion probabilities proportional to `weights`, capped at one, that sum to `count`.
+
+    Args:
+        weights: (N,) importance of each row, not negative; their scale does not matter.
+        count: expected number of rows kept.
+    Returns:
+        (N,) probabilities min(1, c * weights) in float64 that sum to `count`; where that is at least the number of weights above
+        zero, 1 for those and 0 for the others. If some weights are not finite, those rows share `count` equally and no other
+        row is kept, so that an overflow stays visible in what is computed from the rows.
+    Source: VCAS, section 4.1; capping as in its reference implementation (water-filling), made scale-invariant.
+    """
+    x = _comparable(weights)
+    ordered = torch.sort(x, descending=True).values
+    positions = torch.arange(x.numel(), dtype=x.dtype, device=x.device)
+    rest = ordered.flip(0).cumsum(0).flip(0)  # what the rows from j on weigh, if the j heaviest are capped
+    factor = (count - positions) / rest
+    # The caps are right from the first j on at which the next row stays at or below one; j rows are then capped.
+    fits = (ordered * factor <= 1) & (rest > 0)
+    chosen = factor[fits.to(torch.int8).argmax()]
+    scarce = (x > 0).sum() <= count
+    return torch.where(scarce, (x > 0).to(x.dtype), (x * chosen).clamp(max=1.0))
+
+
+def _comparable(weights: Tensor) -> Tensor:
+    """Weights in float64 between 0 and 1; if some are not finite, 1 for those and 0 for the others."""
+    x = weights.detach().to(torch.float64)
+    finite = torch.isfinite(x)
+    x = torch.where(finite.all(), x, (~finite).to(x.dtype)).clamp(min=0.0)
+    largest = x.max() if x.numel() else x.new_zeros(())
+    return x / torch.where(largest > 0, largest, torch.ones_like(largest))
+
+
+def systematic_rows(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Exactly `count` different rows, row i with probability p_i = `capped_probabilities(weights, count)`.
+
+    The probabilities are laid end to end, and every point u, u + 1, ... falls on a row: one uniform number gives all rows.
+    Rows of weight zero only fill up what others leave, since nothing depends on them.
+
+    Args:
+        weights: (N,) importance of each row.
+        uniform: () a number in [0, 1).
+        count: rows kept, at most N.
+    Returns:
+        rows: (count,) int64, increasing.
+        scale: (count,) float64, 1 / p of each.
+        variance: () float64, sum of (1 / p - 1) weights^2: the variance that independent draws would have (VCAS, Eq. 3).
+    """
+    p = capped_probabilities(weights, count)
+    spare = p <= 0
+    p = torch.where(spare, (count - p.sum()) / spare.sum().clamp(min=1), p).clamp(0.0, 1.0)
+    ends = p.cumsum(0)
+    ends = ends * (count / ends[-1])
+    points = torch.arange(count, dtype=ends.dtype, device=ends.device) + uniform.to(ends.dtype)
+    rows = torch.searchsorted(ends, points, right=True).clamp(max=weights.numel() - 1)
+    scale = torch.where(spare, torch.ones_like(p), 1 / p)
+    return rows, scale[rows], _variance(weights, p, spare)
+
+
+def bernoulli_rows(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row by a draw of its own (the paper's sampler), in `capacity` places; places left over have scale 0.
+
+    An empty draw gives scale 0 everywhere, so that the expectation holds. Should more rows be drawn than there are places, as
+    many as fit are chosen among them at random and scaled up once more.
+
+    Args:
+        weights: (N,) importance of each row.
+        uniforms: (2N,) numbers in [0, 1): the draws, and the order in which rows are chosen should the places not suffice.
+        count: expected number of rows drawn.
+        capacity: places, at most N.
+    Returns:
+        As `systematic_rows`, with `capacity` different rows.
+    """
+    number = weights.numel()
+    p = capped_probabilities(weights, count)
+    drawn = uniforms[:number] < p
+    keys = torch.where(drawn, uniforms[number:] - 1.0, uniforms[number:])  # drawn rows first, at random among themselves
+    rows = torch.sort(torch.sort(keys, stable=True).indices[:capacity]).values
+    excess = (drawn.sum().to(p.dtype) / capacity).clamp(min=1.0)
+    scale = torch.where(drawn, excess / p, torch.zeros_like(p))
+    return rows, scale[rows], _variance(weights, p, p <= 0)
+
+
+def _variance(weights: Tensor, probabilities: Tensor, ignored: Tensor) -> Tensor:
+    """sum of (1 / p - 1) weights^2 over the rows that are not ignored."""
+    terms = (1 / probabilities - 1) * weights.to(torch.float64).square()
+    return torch.where(ignored, torch.zeros_like(terms), terms).sum()
+
+
+def row_scales(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """`systematic_rows` without leaving rows out: the scale of every row, 0 for those not kept.
+
+    Args:
+        count: () rows kept, as a tensor, so that one compiled graph serves every ratio; N or more keeps every row as it is.
+    Returns:
+        scale: (N,) float64.
+        variance: see `systematic_rows`.
+    """
+    kept = int(count)
+    if kept >= weights.numel():
+        return torch.ones_like(weights, dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=weights.device)
+    rows, scale, variance = systematic_rows(weights, uniform, kept)
+    return torch.zeros_like(weights, dtype=torch.float64).index_copy(0, rows, scale), variance
+
+
+_library = torch.library.Library("graphopt", "DEF")
+_library.define("systematic_rows(Tensor weights, Tensor uniform, int count) -> (Tensor, Tensor, Tensor)")
+_library.define("bernoulli_rows(Tensor weights, Tensor uniforms, int count, int capacity) -> (Tensor, Tensor, Tensor)")
+_library.define("row_scales(Tensor weights, Tensor uniform, Tensor count) -> (Tensor, Tensor)")
+_library.impl("systematic_rows", systematic_rows, "CompositeExplicitAutograd")
+_library.impl("bernoulli_rows", bernoulli_rows, "CompositeExplicitAutograd")
+_library.impl("row_scales", row_scales, "CompositeExplicitAutograd")
+
+
+def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    exact = {"dtype": torch.float64, "device": weights.device}
+    return weights.new_empty(number, dtype=torch.int64), torch.empty(number, **exact), torch.empty((), **exact)  # type: ignore[call-overload]
+
+
+@torch.library.register_fake("graphopt::systematic_rows", lib=_library)
+def _(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _rows_like(weights, count)
+
+
+@torch.library.register_fake("graphopt::bernoulli_rows", lib=_library)
+def _(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _rows_like(weights, capacity)
+
+
+@torch.library.register_fake("graphopt::row_scales", lib=_library)
+def _(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(weights, dtype=torch.float64), torch.empty((), dtype=torch.float64, device=weights.device)

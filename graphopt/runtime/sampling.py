@@ -1,0 +1,256 @@
+"""The controller that adapts how many rows the backward keeps (VCAS, section 5)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphopt.capture import as_call, flatten_call, unchanged_rng
+from graphopt.passes.vcas import ROWS, TOKENS, Vcas
+from graphopt.planner.plan import Ratios
+from graphopt.planner.sample_ratios import Calibration, SampleRatios, adapt, bucket
+from graphopt.probe import Probe
+from graphopt.runtime.controllers import Every
+
+if TYPE_CHECKING:
+    from graphopt.runtime.module import OptimizedModule
+    from graphopt.runtime.variants import MeasuringStep
+
+BATCHES = 2
+"""M: batches of a calibration, and sampled passes on each."""
+
+ENTRIES = 0.01
+"""Part of each gradient's entries that variances are measured on."""
+
+MOST_VARIANTS = 8
+"""Different sets of ratios that are ever compiled, the exact step among them."""
+
+WORTH_COMPILING = 0.02
+"""Least saving, in FLOPs of the full step, for which ratios are lowered to ones that have not been compiled yet."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What one adaptation measured and did.
+
+    Attributes:
+        step: of training.
+        preserved: s.
+        rows_variance, tokens_variance: V_act and V_w as parts of the mini-batch variance V_s, at the ratios in force until now.
+        rows, tokens: ratios in force from now on, by block and by weight.
+        flops_ratio: FLOPs of a step with them, as a part of the exact step's.
+        seconds: of the calibration.
+        changed: they differ from those until now.
+    """
+
+    step: int
+    preserved: float
+    rows_variance: float
+    tokens_variance: float
+    rows: Mapping[str, float]
+    tokens: Mapping[str, float]
+    flops_ratio: float
+    seconds: float
+    changed: bool
+
+
+@dataclass
+class _Counts:
+    """FLOPs so far, in steps of exact training."""
+
+    spent: float = 0.0
+    calibrating: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0
+    history: list[Adaptation] = field(default_factory=list)
+
+
+class SamplingController:
+    """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
+
+    Half of the budget is for rows (V_act), half for the terms of weights' gradients (V_w). A calibration runs `BATCHES` exact
+    and `BATCHES` squared sampled passes of the last batches with a random number generator of its own; it changes no `.grad`, no
+    buffer and no global random state. Until the first one, training is exact.
+
+    Example:
+        for batch in loader:
+            ...  # forward, backward, optimizer.step()
+            opt.controller.after_step(batch)
+    """
+
+    def __init__(self, opt: OptimizedModule, rewrite: Vcas, tolerance: float) -> None:
+        """Set up a controller; `optimize` does it.
+
+        Args:
+            opt: the optimised model.
+            rewrite: says how often ratios are adapted, and by how much.
+            tolerance: extra variance as a part of the mini-batch's own.
+        """
+        self.opt = opt
+        self.rewrite = rewrite
+        self.tolerance = tolerance
+        self.state = SampleRatios()
+        self.due = Every(rewrite.every)
+        self.counts = _Counts()
+        self._recent: list[Any] = []
+        self._known: dict[Ratios, float] = {(): 1.0}
+        self._batch_size = 0
+        self._calibrations = 0
+
+    @property
+    def history(self) -> list[Adaptation]:
+        """Every adaptation so far."""
+        return self.counts.history
+
+    @property
+    def flops_saved(self) -> float:
+        """Part of the FLOPs of exact training that was saved so far, calibrations paid for."""
+        if not self.counts.steps:
+            return 0.0
+        return 1 - (self.counts.spent + self.counts.calibrating) / self.counts.steps
+
+    def after_step(self, batch: Any) -> Adaptation | None:
+        """Count a step; when it is time, calibrate on the last batches and adapt.
+
+        Args:
+            batch: what the model was called with: a tuple, or a dict with labels.
+        Returns:
+            What was done, or None between adaptations.
+        """
+        self.counts.steps += 1
+        sampled = self.opt.last_step is not None and self.opt.last_step.graph.batch_size == self._batch_size
+        self.counts.spent += self._known[self.opt.sample_ratios] if sampled else 1.0
+        self._recent = [*self._recent, batch][-BATCHES:]
+        if not self.due.after_step():
+            return None
+        batches = self._alike(batch)
+        if len(batches) < BATCHES:  # the batch before had another shape
+            return None
+        start = time.perf_counter()
+        step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
+        seen = self.calibrate(step, batches)
+        before = self.opt.sample_ratios
+        fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in step.probe.tokens.values()), default=1))
+        self.state = adapt(
+            self.state, seen, step.probe.parents, self.tolerance / 2, self.rewrite.alpha, self.rewrite.beta, fewest
+        )
+        self._install(batch, step.batch_size)
+        ratios = dict(self.opt.sample_ratios)
+        adaptation = Adaptation(
+            step=self.counts.steps,
+            preserved=self.state.preserved,
+            rows_variance=_part(seen.rows_variance, seen.batch_variance),
+            tokens_variance=_part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values())),
+            rows={k.removeprefix(ROWS): v for k, v in ratios.items() if k.startswith(ROWS)},
+            tokens={k.removeprefix(TOKENS): v for k, v in ratios.items() if k.startswith(TOKENS)},
+            flops_ratio=self._known[self.opt.sample_ratios],
+            seconds=time.perf_counter() - start,
+            changed=self.opt.sample_ratios != before,
+        )
+        self.counts.seconds += adaptation.seconds
+        self.counts.history.append(adaptation)
+        return adaptation
+
+    def _alike(self, batch: Any) -> list[Any]:
+        """The last batches whose tensors have the shapes of `batch`'s."""
+
+        def shapes(b: Any) -> list[Any]:
+            return [tuple(t.shape) for t in pytree.tree_leaves(b) if isinstance(t, Tensor)]
+
+        return [b for b in self._recent if shapes(b) == shapes(batch)]
+
+    def calibrate(self, step: MeasuringStep, batches: Sequence[Any]) -> Calibration:
+        """Measure variances at the present ratios."""
+        probe = step.probe
+        whole = torch.full((len(probe.parents) + len(probe.tokens),), 2**31, dtype=torch.int64)
+        counts = self._row_counts(probe, step.batch_size)
+        self._calibrations += 1
+        norms: dict[str, list[Tensor]] = {name: [] for name in probe.parents}
+        exact: list[dict[str, Tensor]] = []
+        added: list[float] = []
+        terms: dict[str, list[float]] = {name: [] for name in probe.tokens}
+        for i, batch in enumerate(batches):
+            exact.append(self._entries(step, batch, whole, i))
+            for name in norms:
+                norms[name].append(step.lowered.slots[f"norms {name}"].detach().cpu())
+            for _ in range(len(batches)):
+                sampled = self._entries(step, batch, counts, i)
+                added.append(sum(float((sampled[n] - exact[i][n]).square().sum()) for n in sampled))
+                for name in terms:
+                    terms[name].append(float(step.lowered.slots[f"variance {name}"]))
+        self.counts.calibrating += len(batches) + len(batches) ** 2
+        own = {}
+        for name in exact[0]:
+            stacked = torch.stack([g[name] for g in exact])
+            own[name] = float((stacked - stacked.mean(0)).square().sum()) / (len(batches) - 1)
+        sizes = {p.name: math.prod(p.shape) for p in probe.graph.parameters}
+        per_weight = {}
+        for name in terms:
+            weight = name.split(" #")[0]
+            if weight in own:
+                per_weight[name] = own[weight] * sizes[weight] / exact[0][weight].numel()
+        return Calibration(
+            norms, sum(own.values()), sum(added) / len(added), per_weight, {n: sum(v) / len(v) for n, v in terms.items()}
+        )
+
+    def _row_counts(self, probe: Probe, batch_size: int) -> Tensor:
+        """Rows kept at the ratios in force, as the probe takes them."""
+        ratios = dict(self.opt.sample_ratios)
+        kept: dict[str | None, int] = {None: batch_size}
+        counts = []
+        for name, parent in probe.parents.items():
+            wanted = max(2, math.ceil(ratios.get(ROWS + name, 1.0) * batch_size - 1e-9))
+            kept[name] = min(kept[parent], wanted)
+            counts.append(kept[name] if kept[name] < kept[parent] else 2**31)
+        for name, (tokens, above) in probe.tokens.items():
+            ratio = bucket(self.state.tokens.get(name, 1.0))
+            counts.append(max(1, math.ceil(ratio * kept[above] * tokens - 1e-9)))
+        return torch.tensor(counts)
+
+    def _entries(self, step: MeasuringStep, batch: Any, counts: Tensor, seed: int) -> dict[str, Tensor]:
+        """Some entries of every gradient, the same ones throughout a calibration, with the dropout of `seed`."""
+        tensors = self.opt.tensors()
+        with unchanged_rng(list(tensors.values())):
+            torch.manual_seed(seed)
+            device = next(iter(tensors.values())).device
+            found = step.gradients(tensors, flatten_call(*as_call(batch)), counts.to(device), self.opt.loss_function)
+        generator = torch.Generator().manual_seed(self._calibrations)
+        entries = {}
+        for name, gradient in found.items():
+            number = max(1, math.ceil(ENTRIES * gradient.numel()))
+            chosen = torch.randint(gradient.numel(), (number,), generator=generator)
+            entries[name] = gradient.reshape(-1)[chosen.to(gradient.device)].double().cpu()
+        return entries
+
+    def _install(self, batch: Any, batch_size: int) -> None:
+        """Put the adapted ratios in force, rounded to ones that are compiled or worth it."""
+        wanted = {ROWS + n: bucket(r) for n, r in self.state.rows.items()}
+        wanted |= {TOKENS + n: bucket(r) for n, r in self.state.tokens.items()}
+        key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
+        if batch_size != self._batch_size:  # the batch has changed for good: other rows, other steps
+            self._known, self._batch_size = {(): 1.0}, batch_size
+        if key not in self._known:
+            flops = self.opt.sampled_flops(key, batch)
+            allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
+            cheapest = min(allowed, key=lambda known: allowed[known])
+            if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:
+                key = cheapest
+            else:
+                self._known[key] = flops
+        self.opt.set_sample_ratios(key, batch_size)
+
+
+def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """Whether a set of ratios keeps at least what is wanted everywhere."""
+    return all(known.get(name, 1.0) >= ratio for name, ratio in wanted.items())
+
+
+def _part(value: float, whole: float) -> float:
+    return value / whole if whole else math.nan

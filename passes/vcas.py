@@ -1,0 +1,294 @@
+"""Row sampling in the backward (VCAS, section 4).
+
+SampleA: at a boundary between blocks, rows (samples) of the gradient are kept with probability p_i proportional to their norm
+and scaled by 1 / p_i; everything below runs on the kept rows alone. SampleW: of the sum over rows dW = dZ'Z of a linear layer,
+rows are kept with q_i proportional to |dZ_i| |Z_i|. With p and q capped at one, the variance that this adds is
+sum (1 / p_i - 1) |G_i|^2 and sum (1 / q_i - 1) |dZ_i|^2 |Z_i|^2 (Eq. 3).
+
+Preserves: UNBIASED. Kept in full (every ratio 1), the graph is not touched.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from graphopt.passes.base import Changes, Preserves, Site
+from torch import fx
+
+import graphopt.ops.sampling  # noqa: F401  registers the operators
+from graphopt.analysis.batch_dims import BatchDim
+from graphopt.analysis.boundaries import Boundary, find_boundaries
+from graphopt.analysis.weight_products import WeightProduct, find_weight_products
+from graphopt.compat import InputDesc, fake_like
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.row_levels import Cut, RowLevels
+from graphopt.tangents import for_loss_alone
+
+aten = torch.ops.aten
+
+ROWS, TOKENS = "rows: ", "tokens: "
+"""Sites are named by these and the block, or the weight."""
+
+
+@dataclass(frozen=True)
+class Vcas:
+    """The sampler.
+
+    Attributes:
+        keep_rows: part of the batch kept (rho): for all boundaries, or one number for each from the output to the input. None:
+            under `Budget(variance=...)` a controller adapts it, starting from 1.
+        keep_tokens: part of the rows kept in each weight's gradient (nu): for all, or by parameter name. None: as `keep_rows`.
+        sampler: "systematic" keeps an exact number of rows; "bernoulli" (the paper's) draws each by itself, and has room for
+            three standard deviations more than expected.
+        seed: of the generator that rows are drawn with.
+        every: steps between adaptations (F); the paper's advice is at most 1/50 of all steps, and no more than 500.
+        alpha, beta: how fast an adaptation changes the rows' and the tokens' ratios.
+    Raises:
+        PassError: a ratio outside (0, 1], ratios that increase towards the input, or an unknown sampler.
+    """
+
+    keep_rows: float | tuple[float, ...] | None = None
+    keep_tokens: float | Mapping[str, float] | None = None
+    sampler: str = "systematic"
+    seed: int = 0
+    every: int = 100
+    alpha: float = 0.01
+    beta: float = 0.95
+    name = "vcas"
+    preserves = Preserves.UNBIASED
+    serves = ("variance",)
+
+    def __post_init__(self) -> None:
+        if self.sampler not in ("systematic", "bernoulli"):
+            raise PassError(f"sampler={self.sampler!r}: use 'systematic' or 'bernoulli'.")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise PassError(f"every={self.every!r} must be at least 1 step.")
+        for name, rate in (("alpha", self.alpha), ("beta", self.beta)):
+            if not (isinstance(rate, (int, float)) and 0 < rate < 1):
+                raise PassError(f"{name}={rate!r} must be a number between 0 and 1.")
+        if isinstance(self.keep_rows, Sequence):
+            object.__setattr__(self, "keep_rows", tuple(self.keep_rows))
+        rows = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows,)
+        tokens = self.keep_tokens.values() if isinstance(self.keep_tokens, Mapping) else (self.keep_tokens,)
+        for name, ratios in (("keep_rows", rows), ("keep_tokens", tokens)):
+            for ratio in ratios:
+                if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
+                    raise PassError(f"{name}={ratio!r} must be a number above 0 and at most 1.")
+        if isinstance(self.keep_rows, tuple) and list(self.keep_rows) != sorted(self.keep_rows, reverse=True):
+            raise PassError(f"keep_rows={self.keep_rows}: ratios must not increase from the output to the input.")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a controller is to find the ratios."""
+        return self.keep_rows is None and self.keep_tokens is None
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every boundary and every weight's product; none where the batch is not symbolic."""
+        if not graph.symbolic:
+            return []
+        graph = for_loss_alone(graph)
+        boundaries = [Site(ROWS + b.name) for b in find_boundaries(graph)]
+        return boundaries + [Site(TOKENS + p.name) for p in find_weight_products(graph)]
+
+    def ratios(self, graph: TrainingGraph) -> dict[str, float]:
+        """The ratio of every site, as this pass was given them.
+
+        Raises:
+            PassError: not as many ratios as boundaries, or an unknown weight.
+        """
+        sites = [site.name for site in self.applicable(graph)]
+        rows = [name for name in sites if name.startswith(ROWS)]
+        tokens = [name for name in sites if name.startswith(TOKENS)]
+        given = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows or 1.0,) * len(rows)
+        if rows and len(given) != len(rows):
+            names = ", ".join(name.removeprefix(ROWS) for name in rows)
+            raise PassError(f"keep_rows has {len(given)} ratios for {len(rows)} boundaries, from the output: {names}.")
+        if isinstance(self.keep_tokens, Mapping):
+            unknown = sorted({TOKENS + name for name in self.keep_tokens} - set(tokens))
+            if unknown:
+                raise PassError(f"keep_tokens names no weight of a linear layer: {', '.join(unknown)}.")
+            by_name = self.keep_tokens
+            kept = [by_name.get(name.removeprefix(TOKENS), 1.0) for name in tokens]
+        else:
+            kept = [self.keep_tokens or 1.0] * len(tokens)
+        return dict(zip([*rows, *tokens], [*given, *kept], strict=False))
+
+    def apply(self, graph: TrainingGraph, decisions: Mapping[str, float] | Collection[str]) -> Changes:
+        """Sample at each site in `decisions` with its ratio there, or, where only names are given, with this pass's own.
+
+        The number of rows follows from `graph.batch_size`: the result holds for that batch alone.
+
+        Raises:
+            PassError: an unknown site, or an operator below a boundary that mixes samples.
+        """
+        own = self.ratios(graph)
+        unknown = sorted(set(decisions) - set(own))
+        if unknown:
+            raise PassError(f"nothing to sample at {', '.join(unknown)}.")
+        ratios = dict(decisions) if isinstance(decisions, Mapping) else {name: own[name] for name in decisions}
+        return sample(graph, ratios, _Draws(graph, self.sampler, self.seed))
+
+
+def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: _Draws | GivenDraws) -> Changes:
+    """Sample a graph in place; see `Vcas.apply`."""
+    before = len(graph.graph.nodes)
+    alone = for_loss_alone(graph)
+    graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
+    boundaries = find_boundaries(graph)
+    products = {p.node: p for p in find_weight_products(graph) if ratios.get(TOKENS + p.name, 1.0) < 1}
+    cuts, cut_names = plan_cuts(boundaries, ratios, graph.batch_size, draws.room, draws.resample)
+    changed = [ROWS + name for name in cut_names]
+
+    def sample_product(levels: RowLevels, node: fx.Node, level: int | None) -> None:
+        product = products.get(node)
+        if product is not None and _sample_tokens(levels, product, level, ratios[TOKENS + product.name], draws):
+            changed.append(TOKENS + product.name)
+
+    if cuts or products:
+        RowLevels(graph, cuts, draws.rows).apply(sample_product)
+        draws.finish()
+        graph.module.recompile()
+    sites = [ROWS + b.name for b in boundaries] + [TOKENS + p.name for p in find_weight_products(graph)]
+    left = {name: "kept in full" for name in sites if name not in changed}
+    return Changes(tuple(changed), left, before - len(graph.graph.nodes))
+
+
+def plan_cuts(
+    boundaries: Sequence[Boundary],
+    ratios: Mapping[str, float],
+    batch_size: int,
+    room: Callable[[int, int], int] = lambda count, _: count,
+    resample: bool = False,
+) -> tuple[list[Cut], list[str]]:
+    """Rows to keep at each boundary, as cuts and the boundaries' names.
+
+    A boundary keeps at least two rows (torch treats a batch of one as another kind of batch) and at most as many as the one above
+    it; one that keeps as many draws nothing.
+
+    Args:
+        room: places for so many expected rows among so many.
+        resample: boundaries that keep every row draw, too.
+    """
+    cuts: list[Cut] = []
+    names: list[str] = []
+    at: dict[int, int | None] = {}
+    for i, boundary in enumerate(boundaries):
+        parent = None if boundary.parent is None else at[boundary.parent]
+        above = batch_size if parent is None else cuts[parent].count
+        expected = max(2, math.ceil(ratios.get(ROWS + boundary.name, 1.0) * batch_size - 1e-9))
+        if expected >= above and not resample:
+            at[i] = parent
+            continue
+        at[i] = len(cuts)
+        expected = min(expected, above)
+        cuts.append(Cut(boundary.node, room(expected, above), expected, parent))
+        names.append(boundary.name)
+    return cuts, names
+
+
+def _sample_tokens(
+    levels: RowLevels, product: WeightProduct, level: int | None, ratio: float, draws: _Draws | GivenDraws
+) -> bool:
+    """Keep some rows of a product's sum; whether there were more."""
+    node = product.node
+    available = levels.count(level) * product.tokens
+    expected = max(1, math.ceil(ratio * available - 1e-9))
+    if expected >= available:
+        return False
+    left, right = node.args
+    assert isinstance(left, fx.Node)
+    assert isinstance(right, fx.Node)
+    norms = [levels.row_norms(operand, BatchDim(dim, 1), node) for operand, dim in ((left, 1), (right, 0))]
+    weights = levels.emit(aten.mul.Tensor, tuple(norms), node)
+    positions, scale = draws.rows(levels, weights, expected, draws.room(expected, available), node)
+    kept = levels.take(right, BatchDim(0, 1), positions, node)
+    node.args = (
+        _take_columns(levels, left, positions, node),
+        levels.scale_rows(kept, BatchDim(0, 1), scale, node),
+    )
+    return True
+
+
+def _take_columns(levels: RowLevels, node: fx.Node, positions: fx.Node, anchor: fx.Node) -> fx.Node:
+    """Columns of a matrix; of a transposed one its rows, which lie together in memory."""
+    transposed = node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])  # type: ignore[arg-type]
+    if not transposed:
+        return levels.emit(aten.index_select.default, (node, 1, positions), anchor)
+    rows = levels.emit(aten.index_select.default, (node.args[0], 0, positions), anchor)
+    return levels.emit(aten.t.default, (rows,), anchor)
+
+
+class _Draws:
+    """Draws rows inside the graph, from an input of uniform numbers."""
+
+    resample = False
+
+    def __init__(self, graph: TrainingGraph, sampler: str, seed: int) -> None:
+        self.graph = graph
+        self.sampler = sampler
+        self.seed = seed
+        self.used = 0
+        self.uniforms: fx.Node | None = None
+
+    def room(self, expected: int, available: int) -> int:
+        """Places for the rows that are drawn: three standard deviations more than expected, where draws are independent."""
+        return expected if self.sampler == "systematic" else min(available, math.ceil(expected + 3 * math.sqrt(expected)))
+
+    def rows(self, levels: RowLevels, weights: fx.Node, expected: int, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Positions of the kept rows and their scale."""
+        if self.sampler == "systematic":
+            args: tuple[Any, ...] = (weights, self._numbers(levels, None, anchor), count)
+            drawn = levels.emit(torch.ops.graphopt.systematic_rows.default, args, anchor)
+        else:
+            available = self.graph.at(weights.meta["val"].shape[0], self.graph.batch_size)
+            args = (weights, self._numbers(levels, 2 * available, anchor), expected, count)
+            drawn = levels.emit(torch.ops.graphopt.bernoulli_rows.default, args, anchor)
+        return levels.emit(operator.getitem, (drawn, 0), anchor), levels.emit(operator.getitem, (drawn, 1), anchor)
+
+    def _numbers(self, levels: RowLevels, count: int | None, anchor: fx.Node) -> fx.Node:
+        if self.uniforms is None:
+            example = self.graph.placeholders[0].meta["val"]
+            self.uniforms = self.graph.add_input(InputDesc("random", self.seed), fake_like(example, (2**40,), torch.float64))
+        start = self.used
+        self.used += count or 1
+        if count is None:
+            return levels.emit(aten.select.int, (self.uniforms, 0, start), anchor)
+        return levels.emit(aten.slice.Tensor, (self.uniforms, 0, start, start + count), anchor)
+
+    def finish(self) -> None:
+        """Record how many numbers a step needs."""
+        if self.uniforms is not None:
+            self.uniforms.meta["val"] = fake_like(self.uniforms.meta["val"], (self.used,), torch.float64)
+
+
+class GivenDraws:
+    """Rows that the caller hands over, for checks: inputs `InputDesc("given", (site, "rows" or "scale", of the whole batch))`."""
+
+    resample = True
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.sites = 0
+
+    def room(self, expected: int, available: int) -> int:
+        """As many places as rows."""
+        return expected
+
+    def rows(self, levels: RowLevels, weights: fx.Node, expected: int, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """Inputs for the positions of the kept rows and their scale."""
+        value, site = weights.meta["val"], self.sites
+        self.sites += 1
+        whole = isinstance(value.shape[0], torch.SymInt)
+        inputs = []
+        for what, kind in (("rows", torch.int64), ("scale", torch.float64)):
+            inputs.append(self.graph.add_input(InputDesc("given", (site, what, whole)), fake_like(value, (count,), kind)))
+        return inputs[0], inputs[1]
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
