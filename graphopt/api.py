@@ -134,6 +134,8 @@ def _mixing(
         raise PassError(f"rows of this model's backward cannot be sampled: {reason}. Remove the vcas pass.")
     if reason:
         logger.warning("the backward is not sampled: %s", reason)
+    for sampler in (p for p in plan.passes if isinstance(p, Vcas) and not reason):
+        sampler.ratios(rewritten)  # raises now, not in the first step, where they do not fit the model
     return reason
 
 

@@ -43,6 +43,13 @@ def _comparable(weights: Tensor) -> Tensor:
     return x / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
+def filled_probabilities(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`capped_probabilities`, with what is missing to `count` shared by the rows of weight zero; and which those are."""
+    p = capped_probabilities(weights, count)
+    spare = p <= 0
+    return torch.where(spare, (count - p.sum()) / spare.sum().clamp(min=1), p).clamp(0.0, 1.0), spare
+
+
 def systematic_rows(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Exactly `count` different rows, row i with probability p_i = `capped_probabilities(weights, count)`.
 
@@ -58,13 +65,13 @@ def systematic_rows(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tenso
         scale: (count,) float64, 1 / p of each.
         variance: () float64, sum of (1 / p - 1) weights^2: the variance that independent draws would have (VCAS, Eq. 3).
     """
-    p = capped_probabilities(weights, count)
-    spare = p <= 0
-    p = torch.where(spare, (count - p.sum()) / spare.sum().clamp(min=1), p).clamp(0.0, 1.0)
+    p, spare = filled_probabilities(weights, count)
     ends = p.cumsum(0)
     ends = ends * (count / ends[-1])
     points = torch.arange(count, dtype=ends.dtype, device=ends.device) + uniform.to(ends.dtype)
-    rows = torch.searchsorted(ends, points, right=True).clamp(max=weights.numel() - 1)
+    found = torch.searchsorted(ends, points, right=True)
+    order = torch.arange(count, device=ends.device)
+    rows = (found - order).cummax(0).values.clamp(0, weights.numel() - count) + order  # rounding must not draw a row twice
     scale = torch.where(spare, torch.ones_like(p), 1 / p)
     return rows, scale[rows], _variance(weights, p, spare)
 
