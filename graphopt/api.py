@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.paper_rules import PaperProfile, paper_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
-from graphopt.capture import BatchDim, as_call, capture, flatten_call
+from graphopt.capture import BatchDim, as_call, capture
 from graphopt.errors import ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -31,15 +30,12 @@ from graphopt.lower import Backend, check_backend
 from graphopt.passes import GreenTrainer, Pass, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
-from graphopt.planner.independence import mixing_reason
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.sampling import SamplingController
 from graphopt.runtime.variants import Variants
-
-logger = logging.getLogger("graphopt")
 
 
 def optimize(
@@ -81,9 +77,11 @@ def optimize(
         capture_seconds = time.perf_counter() - start
         plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
         plan.check_memory(graph)
+        if any(isinstance(p, Vcas) for p in plan.passes):
+            plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
     opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
     for rewrite in plan.passes:
-        if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None and not plan.mixing:
+        if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None:
             opt.control(SamplingController(opt, rewrite, budget.variance))
     return opt
 
@@ -112,31 +110,23 @@ def make_plan(
             passes = tuple(p for p in passes if not isinstance(p, RunLora))
         imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     plan = Plan(budget, passes, imprecise=imprecise, memory=MemoryLimit.of(budget, backend, optimizer))
-    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
-    samplers = [p for p in passes if isinstance(p, Vcas)]
-    if samplers:
-        plan = replace(plan, mixing=_mixing(plan, model, args, kwargs, graph, explicit=not samplers[0].adaptive))
-    return plan
+    return _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
 
 
-def _mixing(
-    plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], graph: TrainingGraph, explicit: bool
-) -> str:
-    """Why samples of this model cannot be left out of the backward; see `mixing_reason`.
+def check_sampling(plan: Plan, graph: TrainingGraph, reason: str) -> Plan:
+    """The plan, knowing why the backward cannot be sampled, if so.
 
+    Args:
+        reason: see `mixing_reason`.
     Raises:
-        PassError: they cannot, although the caller asked for it by stating ratios.
+        PassError: it cannot, although the caller asked for it by stating ratios; or they do not fit the model.
     """
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    rewritten, _ = plan.before_sampling().rewrite(graph)
-    reason = mixing_reason(rewritten, tensors, flatten_call(args, kwargs))
-    if reason and explicit:
-        raise PassError(f"rows of this model's backward cannot be sampled: {reason}. Remove the vcas pass.")
-    if reason:
-        logger.warning("the backward is not sampled: %s", reason)
-    for sampler in (p for p in plan.passes if isinstance(p, Vcas) and not reason):
-        sampler.ratios(rewritten)  # raises now, not in the first step, where they do not fit the model
-    return reason
+    for rewrite in plan.passes:
+        if isinstance(rewrite, Vcas) and not rewrite.adaptive:
+            if reason:
+                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. Remove the vcas pass.")
+            rewrite.ratios(plan.before_sampling().rewrite(graph)[0])
+    return replace(plan, mixing=reason)
 
 
 def _with_selection(

@@ -256,7 +256,7 @@ class _Step(torch.autograd.Function):
         if refused:
             raise GraphoptError(
                 f"this step samples its backward for the loss alone, but output {refused[0]} of the model was differentiated, "
-                "too. Compute the whole loss inside the model, or leave the variance out of the budget."
+                "too. Compute the whole loss inside the model, or leave out the vcas pass and Budget(variance=...)."
             )
         saved = iter(ctx.saved_tensors)
         args = [next(saved) if is_tensor else constant for is_tensor, constant in zip(ctx.is_tensor, ctx.constants, strict=True)]

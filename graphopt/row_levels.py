@@ -9,7 +9,7 @@ rows are put back among zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class RowLevels:
 
     def __init__(self, graph: TrainingGraph, cuts: Sequence[Cut], draw: Draw) -> None:
         self.graph = graph
-        self.cuts = cuts
+        self.cuts = list(cuts)
         self.draw = draw
         self.cone = gradient_cone(graph)
         self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
@@ -254,10 +254,9 @@ class RowLevels:
     def _cut(self, node: fx.Node) -> None:
         """Keep some rows of a boundary's gradient, scaled."""
         level = self.of_node[node]
-        cut = self.cuts[level]
+        # Where something above put the rows back among all (a mean over the batch does), they are drawn from those.
+        cut = self.cuts[level] = replace(self.cuts[level], parent=self.level[node])
         rows = self.rows_of(node)
-        if self.level[node] != cut.parent:
-            raise PassError(f"{node.name} is not computed from the rows of the boundary above it.")
         anchor = node.next
         positions, scale = self.draw(self, self.row_norms(node, rows, anchor), cut.expected, cut.count, anchor)
         self.positions[level] = self.rows[level] = positions
@@ -266,12 +265,16 @@ class RowLevels:
         self.sampled[node] = self.scale_rows(self.take(node, rows, positions, anchor), rows, scale, anchor)
 
     def scale_rows(self, node: fx.Node, rows: BatchDim, scale: fx.Node, anchor: fx.Node) -> fx.Node:
-        """A tensor with each sample multiplied by its entry of `scale`."""
+        """A tensor with each sample multiplied by its entry of `scale`, in single precision where the tensor has less."""
         split = self._split(node, rows, anchor)
         value = split.meta["val"]
-        factor = self.emit(aten._to_copy.default, (scale,), anchor, {"dtype": value.dtype})
+        dtype = value.dtype if value.dtype.itemsize >= 4 else torch.float32
+        factor = self.emit(aten._to_copy.default, (scale,), anchor, {"dtype": dtype})
         factor = self.emit(aten.view.default, (factor, [-1, *[1] * (value.dim() - rows.dim - 1)]), anchor)
-        return self._join(self.emit(aten.mul.Tensor, (split, factor), anchor), rows, anchor)
+        scaled = self.emit(aten.mul.Tensor, (split, factor), anchor)
+        if dtype != value.dtype:
+            scaled = self.emit(aten._to_copy.default, (scaled,), anchor, {"dtype": value.dtype})
+        return self._join(scaled, rows, anchor)
 
 
 def _of_any_layout(target: Any) -> Any:

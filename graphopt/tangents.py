@@ -12,10 +12,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import output_list
+from graphopt.compat import expression, output_list
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
@@ -172,11 +173,30 @@ def _same(a: Any, b: Any) -> bool:
 
 def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
     value: Tensor = like.meta["val"]
-    if any(isinstance(size, torch.SymInt) for size in value.shape):
-        raise PassError("the gradients of the loss and of another output meet in a way that cannot be taken apart.")
+    shape = [_size(graph, size, before) for size in value.shape]
     with graph.inserting_before(before):
         node = graph.call_function(
-            aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+            aten.full.default, (shape, 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
         )
     node.meta["val"] = value
     return node
+
+
+def _size(graph: fx.Graph, size: Any, before: fx.Node) -> Any:
+    """A size as an argument of a node: itself, or a node that computes it from an input's."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    wanted = expression(size)
+    for source in graph.nodes:
+        value = source.meta.get("val")
+        for dim, symbol in enumerate(value.shape if source.op == "placeholder" and isinstance(value, Tensor) else ()):
+            factor = sympy.cancel(wanted / expression(symbol)) if isinstance(symbol, torch.SymInt) else None
+            if factor is not None and factor.is_Integer:
+                with graph.inserting_before(before):
+                    node = graph.call_function(aten.sym_size.int, (source, dim))
+                    node.meta["val"] = symbol
+                    if factor != 1:
+                        node = graph.call_function(operator.mul, (node, int(factor)))
+                        node.meta["val"] = size
+                return node
+    raise PassError(f"no input has a size from which {wanted} could be computed.")

@@ -72,13 +72,14 @@ class Vcas:
         for name, rate in (("alpha", self.alpha), ("beta", self.beta)):
             if not (isinstance(rate, (int, float)) and 0 < rate < 1):
                 raise PassError(f"{name}={rate!r} must be a number between 0 and 1.")
-        if isinstance(self.keep_rows, Sequence):
+        if isinstance(self.keep_rows, Sequence) and not isinstance(self.keep_rows, str) and self.keep_rows:
             object.__setattr__(self, "keep_rows", tuple(self.keep_rows))
         rows = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows,)
         tokens = self.keep_tokens.values() if isinstance(self.keep_tokens, Mapping) else (self.keep_tokens,)
         for name, ratios in (("keep_rows", rows), ("keep_tokens", tokens)):
             for ratio in ratios:
-                if ratio is not None and not (isinstance(ratio, (int, float)) and 0 < ratio <= 1):
+                number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+                if ratio is not None and not (number and 0 < ratio <= 1):
                     raise PassError(f"{name}={ratio!r} must be a number above 0 and at most 1.")
         if isinstance(self.keep_rows, tuple) and list(self.keep_rows) != sorted(self.keep_rows, reverse=True):
             raise PassError(f"keep_rows={self.keep_rows}: ratios must not increase from the output to the input.")
@@ -139,9 +140,8 @@ def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: _Draws | Gi
     """Sample a graph in place; see `Vcas.apply`."""
     before = len(graph.graph.nodes)
     alone = for_loss_alone(graph)
-    graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
-    boundaries = find_boundaries(graph)
-    products = {p.node: p for p in find_weight_products(graph) if ratios.get(TOKENS + p.name, 1.0) < 1}
+    boundaries, all_products = find_boundaries(alone), find_weight_products(alone)
+    products = {p.node: p for p in all_products if ratios.get(TOKENS + p.name, 1.0) < 1}
     cuts, cut_names = plan_cuts(boundaries, ratios, graph.batch_size, draws.room, draws.resample)
     changed = [ROWS + name for name in cut_names]
 
@@ -151,10 +151,11 @@ def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: _Draws | Gi
             changed.append(TOKENS + product.name)
 
     if cuts or products:
+        graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
         RowLevels(graph, cuts, draws.rows).apply(sample_product)
         draws.finish()
         graph.module.recompile()
-    sites = [ROWS + b.name for b in boundaries] + [TOKENS + p.name for p in find_weight_products(graph)]
+    sites = [ROWS + b.name for b in boundaries] + [TOKENS + p.name for p in all_products]
     left = {name: "kept in full" for name in sites if name not in changed}
     return Changes(tuple(changed), left, before - len(graph.graph.nodes))
 
@@ -207,10 +208,13 @@ def _sample_tokens(
     norms = [levels.row_norms(operand, BatchDim(dim, 1), node) for operand, dim in ((left, 1), (right, 0))]
     weights = levels.emit(aten.mul.Tensor, tuple(norms), node)
     positions, scale = draws.rows(levels, weights, expected, draws.room(expected, available), node)
-    kept = levels.take(right, BatchDim(0, 1), positions, node)
+    # Half of the factor 1 / q on each operand: their product stays as it is, and neither overflows in half precision.
+    root = levels.emit(aten.sqrt.default, (scale,), node)
+    columns = _take_columns(levels, left, positions, node)
+    taken = levels.take(right, BatchDim(0, 1), positions, node)
     node.args = (
-        _take_columns(levels, left, positions, node),
-        levels.scale_rows(kept, BatchDim(0, 1), scale, node),
+        levels.scale_rows(columns, BatchDim(1, 1), root, node),
+        levels.scale_rows(taken, BatchDim(0, 1), root, node),
     )
     return True
 

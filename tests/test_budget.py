@@ -38,7 +38,7 @@ def test_a_bare_number_is_a_flops_fraction(value: float) -> None:
 
 def test_fields_that_no_pass_serves_are_refused_not_ignored() -> None:
     with pytest.raises(BudgetError, match="served by no pass"):
-        resolve_passes("auto", Budget(variance=0.1))
+        resolve_passes([], Budget(variance=0.1))
     with pytest.raises(BudgetError, match="served by no pass"):
         resolve_passes([], Budget(flops=0.5))
 

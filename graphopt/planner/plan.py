@@ -47,6 +47,14 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
                 raise PassError(f"{item!r} is not a pass: give a name ({_known()}) or an object with the Pass contract.")
             else:
                 chosen.append(item)
+    twice = {p.name for i, p in enumerate(chosen) if any(p.name == other.name for other in chosen[:i])}
+    if twice:
+        raise PassError(f"{', '.join(sorted(twice))} stands more than once among the passes: leave one of them.")
+    fixed = [p for p in chosen if isinstance(p, Vcas) and not p.adaptive]
+    if fixed and budget.variance is not None:
+        raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
+    if budget.variance is None and any(isinstance(p, Vcas) and p.adaptive for p in chosen):
+        raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
     served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
     for name, value in budget.stated().items():
         if name not in served:
@@ -121,6 +129,11 @@ class Plan:
             graph, report = run_pass(rewrite, graph, decisions)
             reports.append(replace(report, choices=choices))
         return graph, reports
+
+    @property
+    def samples(self) -> bool:
+        """Whether a step of this plan would leave out rows of the backward."""
+        return any(isinstance(p, Vcas) and (not p.adaptive or self.ratios) for p in self.passes)
 
     def before_sampling(self) -> Plan:
         """The plan without samplers."""

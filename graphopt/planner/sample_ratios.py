@@ -15,7 +15,7 @@ LEVELS = 8
 """Ratios are rounded up to multiples of 1 / LEVELS, so that few different steps are compiled."""
 
 SMOOTHING = 0.6
-"""How much of a ratio remains at each adaptation, as in the paper's code."""
+"""How much of a ratio remains when it falls, as in the paper's code; it rises at once, so that too much variance ends soon."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def adapt(
         above = parents[name]
         if above is not None:
             wanted[above] = max(wanted[above], wanted[name])
-    rows = {n: SMOOTHING * state.rows.get(n, 1.0) + (1 - SMOOTHING) * ratio for n, ratio in wanted.items()}
+    rows = {n: max(r, SMOOTHING * state.rows.get(n, 1.0) + (1 - SMOOTHING) * r) for n, r in wanted.items()}
     tokens = {}
     for name, variance in seen.tokens_variance.items():
         ratio = state.tokens.get(name, 1.0)

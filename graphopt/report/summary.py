@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.graph import TrainingGraph
-from graphopt.passes import Preserves
+from graphopt.passes import Preserves, Vcas
+from graphopt.passes.vcas import ROWS, TOKENS
 from graphopt.planner.plan import Plan
 from graphopt.runtime.variants import CompiledStep, Variants
+
+if TYPE_CHECKING:
+    from graphopt.runtime.sampling import SamplingController
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,10 @@ class Report:
         trained, trainable: number of tensors trained, and that could be.
         selected, cut: their names.
         adapters: per layer with low-rank adapters its order of products, FLOPs, bytes and predicted time before and after.
+        sampling: of a sampler, the part of the rows kept per block ("rows") and of the terms per weight ("tokens"); of one that
+            adapts itself also the variance that each added when last measured, as a part of the mini-batch's ("rows_variance",
+            "tokens_variance"), and the part of all FLOPs saved so far, calibrations paid for ("flops_saved", "calibrations",
+            "seconds").
         left_alone: reason by name for what looks like such an adapter and is not reordered.
         notes: what else there is to know about the captured model.
         forward_flops, backward_flops, full_step_flops: of full training.
@@ -61,6 +69,7 @@ class Report:
     notes: list[str]
     adapters: list[dict[str, Any]] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
+    sampling: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -85,10 +94,49 @@ class Report:
             f"overhead         {self.captures} captures {self.capture_seconds:.1f} s, selection {self.select_seconds:.1f} s, "
             f"{self.compilations} compilations {self.compile_seconds:.1f} s (passes {self.rewrite_seconds:.2f} s)"
         )
+        if self.sampling is not None:
+            lines += _sampling_lines(self.sampling)
         lines.extend(f"adapters         {adapter['text']}" for adapter in self.adapters)
         lines.extend(f"left alone       {name}: {reason}" for name, reason in self.left_alone.items())
         lines.extend(f"note             {note}" for note in self.notes)
         return "\n".join(lines)
+
+
+def _sampling_lines(sampling: dict[str, Any]) -> list[str]:
+    lines = []
+    for kind, what in (("rows", "rows kept"), ("tokens", "terms kept")):
+        kept = ", ".join(f"{name} {ratio:.3g}" for name, ratio in sampling[kind].items() if ratio < 1)
+        lines.append(f"{what:16} {kept or 'all'}")
+    if "flops_saved" in sampling:
+        lines.append(
+            f"variance added   rows {sampling['rows_variance']:.3%}, terms {sampling['tokens_variance']:.3%} of the mini-batch's"
+        )
+        lines.append(
+            f"                 FLOPs saved so far {sampling['flops_saved']:.1%} after {sampling['calibrations']} calibrations "
+            f"({sampling['seconds']:.1f} s)"
+        )
+    return lines
+
+
+def _sampling(plan: Plan, graph: TrainingGraph, controller: SamplingController | None) -> dict[str, Any] | None:
+    samplers = [p for p in plan.passes if isinstance(p, Vcas)]
+    if not samplers or plan.mixing:
+        return None
+    before, _ = plan.before_sampling().rewrite(graph)
+    sites = [site.name for site in samplers[0].applicable(before)]
+    ratios = dict(plan.ratios) if samplers[0].adaptive else samplers[0].ratios(before)
+    found: dict[str, Any] = {
+        kind: {s.removeprefix(prefix): ratios.get(s, 1.0) for s in sites if s.startswith(prefix)}
+        for kind, prefix in (("rows", ROWS), ("tokens", TOKENS))
+    }
+    if controller is not None:
+        last = controller.history[-1] if controller.history else None
+        found["rows_variance"] = last.rows_variance if last else 0.0
+        found["tokens_variance"] = last.tokens_variance if last else 0.0
+        found["flops_saved"] = controller.flops_saved
+        found["calibrations"] = len(controller.history)
+        found["seconds"] = controller.seconds
+    return found
 
 
 def make_report(
@@ -98,6 +146,7 @@ def make_report(
     variants: Variants,
     step: CompiledStep | None,
     select_seconds: float,
+    controller: SamplingController | None = None,
 ) -> Report:
     """Gather a `Report` from what the runtime knows."""
     trainable = list(flops.order)
@@ -108,7 +157,9 @@ def make_report(
     approximations = []
     if cut:
         approximations.append(f"{len(cut)} tensors are not trained (their gradient is None); the others' gradients are exact")
-    approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in plan.passes if p.preserves is not Preserves.EXACT)
+    if not plan.mixing:
+        inexact = [p for p in plan.passes if p.preserves is not Preserves.EXACT]
+        approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = variants.counters
     choices = [choice for report in reports for choice in report.choices]
     reordered = {choice.layer for choice in choices}
@@ -140,7 +191,8 @@ def make_report(
         compile_seconds=counters.compile_seconds,
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
-        notes=list(graph.notes),
+        notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else [])],
         adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in choices],
         left_alone=left_alone,
+        sampling=_sampling(plan, graph, controller),
     )

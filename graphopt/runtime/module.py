@@ -17,7 +17,7 @@ from graphopt.capture import as_call
 from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import RunLora
+from graphopt.passes import RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
@@ -197,6 +197,11 @@ class OptimizedModule(nn.Module):
         self.__dict__["_controller"] = controller
 
     @property
+    def mixing(self) -> str:
+        """Why the backward is not sampled; "" if it may be."""
+        return self._plan.mixing
+
+    @property
     def sample_ratios(self) -> Ratios:
         """Ratios in force of an adaptive sampler, by site; sites that are not named are kept in full."""
         return self._plan.ratios
@@ -211,7 +216,7 @@ class OptimizedModule(nn.Module):
         graph = self._variants.captured(args, kwargs)
         size = self._variants.batch_size(args, kwargs)
         plan = replace(self._plan, ratios=ratios, sampled_batch=size)
-        report = plan.rewrite(graph, size)[1][-1]
+        report = next(r for r in plan.rewrite(graph, size)[1] if r.name == Vcas.name)
         return report.step_flops_after / report.step_flops_before
 
     def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
@@ -246,7 +251,9 @@ class OptimizedModule(nn.Module):
         """What was cut, FLOPs before and after, and which approximations are in force."""
         from graphopt.report.summary import make_report
 
-        return make_report(self._graph, self.flops, self._plan, self._variants, self._last_step, self._select_seconds)
+        return make_report(
+            self._graph, self.flops, self._plan, self._variants, self._last_step, self._select_seconds, self.controller
+        )
 
     @property
     def last_step(self) -> CompiledStep | None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 BATCHES = 2
 """M: batches of a calibration, and sampled passes on each."""
 
-ENTRIES = 0.01
-"""Part of each gradient's entries that variances are measured on."""
+ENTRIES, FEWEST_ENTRIES = 0.01, 64
+"""Part of each gradient's entries that variances are measured on, and the least number of them."""
 
 MOST_VARIANTS = 8
 """Different sets of ratios that are ever compiled, the exact step among them."""
@@ -101,13 +101,18 @@ class SamplingController:
         self.counts = _Counts()
         self._recent: list[Any] = []
         self._known: dict[Ratios, float] = {(): 1.0}
-        self._batch_size = 0
+        self._step: MeasuringStep | None = None
         self._calibrations = 0
 
     @property
     def history(self) -> list[Adaptation]:
         """Every adaptation so far."""
         return self.counts.history
+
+    @property
+    def seconds(self) -> float:
+        """Spent on adaptations so far."""
+        return self.counts.seconds
 
     @property
     def flops_saved(self) -> float:
@@ -122,11 +127,14 @@ class SamplingController:
         Args:
             batch: what the model was called with: a tuple, or a dict with labels.
         Returns:
-            What was done, or None between adaptations.
+            What was done; None between adaptations, and where the backward cannot be sampled (`opt.report` says why).
         """
         self.counts.steps += 1
-        sampled = self.opt.last_step is not None and self.opt.last_step.graph.batch_size == self._batch_size
-        self.counts.spent += self._known[self.opt.sample_ratios] if sampled else 1.0
+        if self.opt.mixing:
+            self.counts.spent += 1.0
+            return None
+        reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
+        self.counts.spent += next((r.step_flops_after / r.step_flops_before for r in reports if r.name == Vcas.name), 1.0)
         self._recent = [*self._recent, batch][-BATCHES:]
         if not self.due.after_step():
             return None
@@ -135,6 +143,8 @@ class SamplingController:
             return None
         start = time.perf_counter()
         step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
+        if step is not self._step:  # other shapes or another selection: other rows, other FLOPs
+            self._known, self._step = {(): 1.0, self.opt.sample_ratios: 1.0}, step
         seen = self.calibrate(step, batches)
         before = self.opt.sample_ratios
         fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in step.probe.tokens.values()), default=1))
@@ -224,7 +234,7 @@ class SamplingController:
         generator = torch.Generator().manual_seed(self._calibrations)
         entries = {}
         for name, gradient in found.items():
-            number = max(1, math.ceil(ENTRIES * gradient.numel()))
+            number = min(gradient.numel(), max(FEWEST_ENTRIES, math.ceil(ENTRIES * gradient.numel())))
             chosen = torch.randint(gradient.numel(), (number,), generator=generator)
             entries[name] = gradient.reshape(-1)[chosen.to(gradient.device)].double().cpu()
         return entries
@@ -234,8 +244,6 @@ class SamplingController:
         wanted = {ROWS + n: bucket(r) for n, r in self.state.rows.items()}
         wanted |= {TOKENS + n: bucket(r) for n, r in self.state.tokens.items()}
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
-        if batch_size != self._batch_size:  # the batch has changed for good: other rows, other steps
-            self._known, self._batch_size = {(): 1.0}, batch_size
         if key not in self._known:
             flops = self.opt.sampled_flops(key, batch)
             allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}

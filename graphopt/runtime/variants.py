@@ -6,6 +6,7 @@ A new batch size is a substitution into the captured graph; a new call signature
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend, Lowered, lower
 from graphopt.passes import PassReport
+from graphopt.planner.independence import mixing_reason
 from graphopt.planner.plan import Plan
 from graphopt.probe import COUNTS, Probe, make_probe
 from graphopt.runtime.uniforms import Uniforms
@@ -30,6 +32,8 @@ CAPTURE_LIMIT = 8
 """Captured graphs kept per optimised model."""
 STEP_LIMIT = 16
 """Compiled steps kept per optimised model."""
+
+logger = logging.getLogger("graphopt")
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -134,13 +138,15 @@ class MeasuringStep:
         """
         graph = self.probe.graph
         mutated = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
-        kept = {d.target: model_tensors[d.target].clone() for d in mutated if d.kind == "buffer"}
-        flat = graph_inputs(graph, inputs, {**model_tensors, **kept}, self.uniforms, {COUNTS: counts})
         names = [p.name for p in graph.trainable]
+        tensors = dict(model_tensors)
+        tensors |= {d.target: tensors[d.target].clone() for d in mutated if d.kind == "buffer"}
+        tensors |= {name: tensors[name].detach().requires_grad_() for name in names}  # the user's hooks are not for these
+        flat = graph_inputs(graph, inputs, tensors, self.uniforms, {COUNTS: counts})
         with torch.enable_grad():
             output = pytree.tree_unflatten(self.lowered.run(flat), graph.out_spec)
             scalar, _ = scalar_loss(output, loss)
-            found = torch.autograd.grad(scalar, [model_tensors[name] for name in names], allow_unused=True)
+            found = torch.autograd.grad(scalar, [tensors[name] for name in names], allow_unused=True)
         return {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
 
 
@@ -168,6 +174,7 @@ class Variants:
         self.uniforms = Uniforms()
         self._captures: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
         self._steps: BoundedCache[Any, CompiledStep] = BoundedCache(STEP_LIMIT)
+        self._verdicts: BoundedCache[Any, str] = BoundedCache(CAPTURE_LIMIT)
         self._measuring: tuple[Any, MeasuringStep] | None = None
 
     def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
@@ -183,8 +190,31 @@ class Variants:
         key = (signature, plan.key, batch_size)
         step = self._steps.get(key)
         if step is None:
+            if plan.samples:
+                plan = replace(plan, mixing=self._mixing(signature, graph, plan, inputs))
             step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
         return step, inputs
+
+    def _mixing(self, signature: Any, graph: TrainingGraph, plan: Plan, inputs: FlatInputs) -> str:
+        """Why this captured graph cannot be sampled; it is not what `optimize` saw if flags or the selection have changed."""
+        key = (signature, plan.train)
+        reason = self._verdicts.get(key)
+        if reason is None:
+            tensors = {
+                **dict(self.model.named_parameters(remove_duplicate=False)),
+                **dict(self.model.named_buffers(remove_duplicate=False)),
+            }
+            reason = mixing_reason(plan.before_sampling().rewrite(graph)[0], tensors, inputs)
+            self._verdicts.put(key, reason)
+            if reason:
+                logger.warning("the backward is not sampled: %s", reason)
+        return reason
+
+    def mixing(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Why the backward of this call cannot be sampled; "" if it can."""
+        inputs = flatten_call(args, kwargs)
+        signature, graph = self._captured(inputs, args, kwargs)
+        return self._mixing(signature, graph, plan, inputs)
 
     def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Samples of this call."""

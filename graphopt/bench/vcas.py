@@ -1,0 +1,203 @@
+"""`graphopt bench vcas`: sampled backwards at fixed ratios against exact training with `torch.compile`, in one run.
+
+A step is forward and backward. All variants of a model are compiled and warmed up first and then timed in turn, one step each per
+round, so that a drift of the machine's speed hits them alike; medians are reported. The ratios are those that save about the
+stated part of the step's FLOPs, with as many rows kept at every boundary as terms in every weight's gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch import nn
+
+import graphopt
+from graphopt.bench.greentrainer import pretrained_minilm
+from graphopt.capture import as_call, capture_to_run
+from graphopt.errors import InputError
+from graphopt.graph import TrainingGraph
+from graphopt.integrations.models import quiet_transformers
+from graphopt.passes import run_pass
+from graphopt.passes.vcas import Vcas
+
+SAVINGS = (0.20, 0.35, 0.50)
+WARMUP = 2
+BATCH = 32
+
+
+def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
+    """Time every variant of every model.
+
+    Args:
+        models: of `MODELS`.
+        repeats: timed rounds.
+    Raises:
+        InputError: an unknown model.
+    """
+    unknown = sorted(set(models) - set(MODELS))
+    if unknown:
+        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    quiet_transformers()
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console) as bar:
+        task = bar.add_task("", total=len(models) * (1 + len(SAVINGS) + WARMUP + repeats))
+        for model in models:
+            bar.update(task, description=model)
+            rows += measure(model, repeats, device, lambda: bar.advance(task))
+    return {"torch": torch.__version__, "device": name, "repeats": repeats, "batch": BATCH, "rows": rows}
+
+
+def measure(name: str, repeats: int, device: str, progress: Callable[[], None]) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    model, inputs = MODELS[name](device)
+    graph = capture_to_run(model, *as_call(inputs))
+    steps: dict[str, Callable[..., Any]] = {}
+    flops: dict[str, int] = {}
+    ratios: dict[str, float] = {}
+    compiling: dict[str, float] = {}
+    for saving in (0.0, *SAVINGS):
+        torch.compiler.reset()
+        start = time.perf_counter()
+        if saving:
+            ratio = ratio_for(graph, saving)
+            kind = f"saving {saving:.0%}"
+            rewrite = Vcas(keep_rows=ratio, keep_tokens=ratio)
+            step: Callable[..., Any] = graphopt.optimize(model, inputs, passes=[rewrite])
+            ratios[kind] = ratio
+        else:
+            kind, step = "torch.compile", torch.compile(model)
+        step(**inputs).loss.backward()
+        compiling[kind] = time.perf_counter() - start
+        flops[kind] = step.report.step_flops if isinstance(step, graphopt.OptimizedModule) else flop_step(graph)
+        steps[kind] = step
+        progress()
+    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
+    gc.disable()
+    try:
+        for round_number in range(WARMUP + repeats):
+            for kind, step in steps.items():
+                elapsed = _timed(step, inputs, model, device)
+                if round_number >= WARMUP:
+                    seconds[kind].append(elapsed)
+            progress()
+    finally:
+        gc.enable()
+    exact_seconds, exact_flops = statistics.median(seconds["torch.compile"]), flops["torch.compile"]
+    rows = []
+    for kind, values in seconds.items():
+        time_saved, flops_saved = 1 - statistics.median(values) / exact_seconds, 1 - flops[kind] / exact_flops
+        rows.append(
+            {
+                "model": name,
+                "variant": kind,
+                "ratio": ratios.get(kind, 1.0),
+                "seconds": statistics.median(values),
+                "step_flops": flops[kind],
+                "flops_saved": flops_saved,
+                "time_saved": time_saved,
+                "quotient": time_saved / flops_saved if flops_saved else None,
+                "compile_seconds": compiling[kind],
+            }
+        )
+    return rows
+
+
+def flop_step(graph: TrainingGraph) -> int:
+    """FLOPs of the exact step."""
+    return run_pass(Vcas(), graph, {})[1].step_flops_before
+
+
+def ratio_for(graph: TrainingGraph, saving: float) -> float:
+    """The largest multiple of 1 / 32, kept of rows and of terms alike, that saves at least `saving` of the step's FLOPs."""
+    low, high = 1, 31
+    while low < high:
+        middle = (low + high + 1) // 2
+        rewrite = Vcas(keep_rows=middle / 32, keep_tokens=middle / 32)
+        report = run_pass(rewrite, graph, rewrite.ratios(graph))[1]
+        if 1 - report.step_flops_after / report.step_flops_before >= saving:
+            low = middle
+        else:
+            high = middle - 1
+    return low / 32
+
+
+def _timed(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module, device: str) -> float:
+    start = time.perf_counter()
+    step(**inputs).loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    elapsed = time.perf_counter() - start
+    model.zero_grad()
+    return elapsed
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    console.print(
+        f"torch {results['torch']}, {results['device']}, batch {results['batch']}, median of {results['repeats']} steps"
+    )
+    table = Table()
+    for column in ("model", "variant", "kept", "s/step", "FLOPs saved", "time saved", "time / FLOPs saved", "compile s"):
+        table.add_column(column, justify="left" if column in ("model", "variant") else "right")
+    for row in results["rows"]:
+        exact = row["quotient"] is None
+        table.add_row(
+            row["model"],
+            row["variant"],
+            f"{row['ratio']:.2f}",
+            f"{row['seconds']:.3f}",
+            "" if exact else f"{row['flops_saved']:.1%}",
+            "" if exact else f"{row['time_saved']:.1%}",
+            "" if exact else f"{row['quotient']:.2f}",
+            f"{row['compile_seconds']:.0f}",
+        )
+    console.print(table)
+
+
+def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    model = pretrained_minilm(num_labels=45)
+    return model.to(torch.device(device)).train(), _text(device, 64, 45)
+
+
+def _bert(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    config = BertConfig(num_hidden_layers=4)
+    config.num_labels = 3
+    model: nn.Module = BertForSequenceClassification(config)
+    return model.to(torch.device(device)).train(), _text(device, 64, 3)
+
+
+def _vit(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(num_hidden_layers=4)
+    config.num_labels = 10
+    model: nn.Module = ViTForImageClassification(config)
+    inputs = {"pixel_values": torch.randn(BATCH, 3, 224, 224), "labels": torch.randint(0, 10, (BATCH,))}
+    return model.to(torch.device(device)).train(), {k: v.to(device) for k, v in inputs.items()}
+
+
+def _text(device: str, length: int, labels: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(999, 30_000, (BATCH, length))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, labels, (BATCH,))}
+    return {k: v.to(device) for k, v in inputs.items()}
+
+
+MODELS: dict[str, Callable[[str], tuple[nn.Module, dict[str, torch.Tensor]]]] = {
+    "minilm": _minilm,
+    "bert-base (4 layers)": _bert,
+    "vit-base (4 layers)": _vit,
+}
