@@ -78,6 +78,7 @@ class RowLevels:
         self.rows: dict[int, fx.Node] = {}
         self.positions: dict[int, fx.Node] = {}
         self.sampled: dict[fx.Node, fx.Node] = {}
+        self.original_args: dict[fx.Node, tuple[Any, ...]] = {}
         self.gathered: dict[tuple[fx.Node, int], fx.Node] = {}
         self.scattered: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
@@ -109,6 +110,7 @@ class RowLevels:
 
     def _move(self, node: fx.Node, level: int | None) -> None:
         """Have a node run on the rows of its level."""
+        self.original_args[node] = node.args
         node.args = self._inputs(node.args, level, node)
         node.kwargs = self._inputs(node.kwargs, level, node)
         if level is not None:
@@ -130,9 +132,11 @@ class RowLevels:
         node.meta["val"] = run_on_metadata(target, args, kwargs or {}, self.fake_mode)
         return node
 
-    def row_norms(self, node: fx.Node, rows: BatchDim, anchor: fx.Node) -> fx.Node:
-        """Euclidean norm of each sample, in float64 so that neither large nor small gradients are lost."""
-        wide = self.emit(aten._to_copy.default, (node,), anchor, {"dtype": torch.float64})
+    def row_norms(self, node: fx.Node, rows: BatchDim, anchor: fx.Node, dtype: torch.dtype = torch.float64) -> fx.Node:
+        """Euclidean norm of each sample, by default in float64 so that neither large nor small gradients are lost."""
+        wide = node
+        if node.meta["val"].dtype != dtype:
+            wide = self.emit(aten._to_copy.default, (node,), anchor, {"dtype": dtype})
         squares = self._split(self.emit(aten.mul.Tensor, (wide, wide), anchor), rows, anchor)
         others = [i for i in range(squares.meta["val"].dim()) if i != rows.dim]
         total = self.emit(aten.sum.dim_IntList, (squares, others), anchor) if others else squares

@@ -202,21 +202,61 @@ def _sample_tokens(
     expected = max(1, math.ceil(ratio * available - 1e-9))
     if expected >= available:
         return False
-    left, right = node.args
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
-    norms = [levels.row_norms(operand, BatchDim(dim, 1), node) for operand, dim in ((left, 1), (right, 0))]
+    operands = []
+    for dim, (here, before) in enumerate(zip(node.args, levels.original_args[node], strict=True)):
+        assert isinstance(here, fx.Node)
+        assert isinstance(before, fx.Node)
+        operands.append(_Operand(here if before in levels.cone else before, 1 - dim, before in levels.cone))
+    norms = [operand.norms(levels, product.tokens, level, node) for operand in operands]
     weights = levels.emit(aten.mul.Tensor, tuple(norms), node)
     positions, scale = draws.rows(levels, weights, expected, draws.room(expected, available), node)
     # Half of the factor 1 / q on each operand: their product stays as it is, and neither overflows in half precision.
     root = levels.emit(aten.sqrt.default, (scale,), node)
-    columns = _take_columns(levels, left, positions, node)
-    taken = levels.take(right, BatchDim(0, 1), positions, node)
-    node.args = (
-        levels.scale_rows(columns, BatchDim(1, 1), root, node),
-        levels.scale_rows(taken, BatchDim(0, 1), root, node),
-    )
+    in_batch = positions if level is None else _positions_in_batch(levels, positions, product.tokens, level, node)
+    kept = []
+    for operand in operands:
+        rows = operand.take(levels, positions if operand.is_gradient else in_batch, node)
+        kept.append(levels.scale_rows(rows, BatchDim(operand.dim, 1), root, node))
+    node.args = tuple(kept)
     return True
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A factor of a weight's product: the gradient on the rows of its level, the activation on those of the whole batch.
+
+    Attributes:
+        dim: the dimension that is summed over.
+    """
+
+    node: fx.Node
+    dim: int
+    is_gradient: bool
+
+    def norms(self, levels: RowLevels, tokens: int, level: int | None, anchor: fx.Node) -> fx.Node:
+        """Norm of each row of the level; an activation's are found in the forward, where it is at hand."""
+        dtype = torch.float64 if self.node.meta["val"].dtype == torch.float64 else torch.float32
+        norms = levels.row_norms(self.node, BatchDim(self.dim, 1), anchor, dtype)
+        if level is None or self.is_gradient:
+            return norms
+        return levels.take(norms, BatchDim(0, tokens), levels.rows[level], anchor)
+
+    def take(self, levels: RowLevels, positions: fx.Node, anchor: fx.Node) -> fx.Node:
+        """Some rows."""
+        if self.dim == 0:
+            return levels.take(self.node, BatchDim(0, 1), positions, anchor)
+        return _take_columns(levels, self.node, positions, anchor)
+
+
+def _positions_in_batch(levels: RowLevels, positions: fx.Node, tokens: int, level: int, anchor: fx.Node) -> fx.Node:
+    """Where rows of a level are among all rows of the batch."""
+    if tokens == 1:
+        return levels.emit(aten.index_select.default, (levels.rows[level], 0, positions), anchor)
+    sample = levels.emit(aten.div.Tensor_mode, (positions, tokens), anchor, {"rounding_mode": "floor"})
+    token = levels.emit(aten.remainder.Scalar, (positions, tokens), anchor)
+    sample = levels.emit(aten.index_select.default, (levels.rows[level], 0, sample), anchor)
+    start = levels.emit(aten.mul.Tensor, (sample, tokens), anchor)
+    return levels.emit(aten.add.Tensor, (start, token), anchor)
 
 
 def _take_columns(levels: RowLevels, node: fx.Node, positions: fx.Node, anchor: fx.Node) -> fx.Node:

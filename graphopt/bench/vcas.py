@@ -2,7 +2,7 @@
 
 A step is forward and backward. All variants of a model are compiled and warmed up first and then timed in turn, one step each per
 round, so that a drift of the machine's speed hits them alike; medians are reported. The ratios are those that save about the
-stated part of the step's FLOPs, with as many rows kept at every boundary as terms in every weight's gradient.
+stated part of the step's FLOPs: by keeping rows at the boundaries, or as many rows there as terms in every weight's gradient.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from graphopt.integrations.models import quiet_transformers
 from graphopt.passes import run_pass
 from graphopt.passes.vcas import Vcas
 
-SAVINGS = (0.20, 0.35, 0.50)
+VARIANTS = {
+    "rows, 20 %": (0.20, False),
+    "rows, 35 %": (0.35, False),
+    "rows, 50 %": (0.50, False),
+    "rows and terms, 50 %": (0.50, True),
+}
+"""Part of the step's FLOPs to save, and whether weights' gradients are sampled, too."""
+
 WARMUP = 2
 BATCH = 32
 
@@ -50,7 +57,7 @@ def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
     quiet_transformers()
     rows: list[dict[str, Any]] = []
     with Progress(console=console) as bar:
-        task = bar.add_task("", total=len(models) * (1 + len(SAVINGS) + WARMUP + repeats))
+        task = bar.add_task("", total=len(models) * (1 + len(VARIANTS) + WARMUP + repeats))
         for model in models:
             bar.update(task, description=model)
             rows += measure(model, repeats, device, lambda: bar.advance(task))
@@ -65,17 +72,15 @@ def measure(name: str, repeats: int, device: str, progress: Callable[[], None]) 
     flops: dict[str, int] = {}
     ratios: dict[str, float] = {}
     compiling: dict[str, float] = {}
-    for saving in (0.0, *SAVINGS):
+    for kind in ("torch.compile", *VARIANTS):
         torch.compiler.reset()
         start = time.perf_counter()
-        if saving:
-            ratio = ratio_for(graph, saving)
-            kind = f"saving {saving:.0%}"
-            rewrite = Vcas(keep_rows=ratio, keep_tokens=ratio)
+        if kind in VARIANTS:
+            ratio, rewrite = sampler_for(graph, *VARIANTS[kind])
             step: Callable[..., Any] = graphopt.optimize(model, inputs, passes=[rewrite])
             ratios[kind] = ratio
         else:
-            kind, step = "torch.compile", torch.compile(model)
+            step = torch.compile(model)
         step(**inputs).loss.backward()
         compiling[kind] = time.perf_counter() - start
         flops[kind] = step.report.step_flops if isinstance(step, graphopt.OptimizedModule) else flop_step(graph)
@@ -117,18 +122,18 @@ def flop_step(graph: TrainingGraph) -> int:
     return run_pass(Vcas(), graph, {})[1].step_flops_before
 
 
-def ratio_for(graph: TrainingGraph, saving: float) -> float:
-    """The largest multiple of 1 / 32, kept of rows and of terms alike, that saves at least `saving` of the step's FLOPs."""
+def sampler_for(graph: TrainingGraph, saving: float, terms: bool) -> tuple[float, Vcas]:
+    """The largest multiple of 1 / 32, kept of rows (and of terms alike), that saves at least `saving` of the step's FLOPs."""
     low, high = 1, 31
     while low < high:
         middle = (low + high + 1) // 2
-        rewrite = Vcas(keep_rows=middle / 32, keep_tokens=middle / 32)
+        rewrite = Vcas(keep_rows=middle / 32, keep_tokens=middle / 32 if terms else 1.0)
         report = run_pass(rewrite, graph, rewrite.ratios(graph))[1]
         if 1 - report.step_flops_after / report.step_flops_before >= saving:
             low = middle
         else:
             high = middle - 1
-    return low / 32
+    return low / 32, Vcas(keep_rows=low / 32, keep_tokens=low / 32 if terms else 1.0)
 
 
 def _timed(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module, device: str) -> float:

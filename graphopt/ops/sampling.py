@@ -43,6 +43,10 @@ def _comparable(weights: Tensor) -> Tensor:
     return x / torch.where(largest > 0, largest, torch.ones_like(largest))
 
 
+_NEGLIGIBLE = 1e-9
+"""A row of weight zero with a smaller share of the places is only there for rounding."""
+
+
 def filled_probabilities(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`capped_probabilities`, with what is missing to `count` shared by the rows of weight zero; and which those are."""
     p = capped_probabilities(weights, count)
@@ -72,7 +76,7 @@ def systematic_rows(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tenso
     found = torch.searchsorted(ends, points, right=True)
     order = torch.arange(count, device=ends.device)
     rows = (found - order).cummax(0).values.clamp(0, weights.numel() - count) + order  # rounding must not draw a row twice
-    scale = torch.where(spare, torch.ones_like(p), 1 / p)
+    scale = torch.where(spare & (p < _NEGLIGIBLE), torch.ones_like(p), 1 / p)
     return rows, scale[rows], _variance(weights, p, spare)
 
 

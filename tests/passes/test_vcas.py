@@ -78,17 +78,15 @@ class GoldenDumps(expecttest.TestCase):
     # backward
     mul_11: float32[B, 2] = aten.mul.Tensor(expand, mul_10)
     t_2: float32[2, B] = aten.t.default(mul_11)
-    _to_copy_default: float64[2, B] = aten._to_copy.default(t_2, dtype=torch.float64)
-    mul_tensor: float64[2, B] = aten.mul.Tensor(_to_copy_default, _to_copy_default)
-    sum_dim_int_list: float64[B] = aten.sum.dim_IntList(mul_tensor, [0])
-    sqrt_default: float64[B] = aten.sqrt.default(sum_dim_int_list)
+    mul_tensor: float32[2, B] = aten.mul.Tensor(t_2, t_2)
+    sum_dim_int_list: float32[B] = aten.sum.dim_IntList(mul_tensor, [0])
+    sqrt_default: float32[B] = aten.sqrt.default(sum_dim_int_list)
     # forward
-    _to_copy_default_1: float64[B, 4] = aten._to_copy.default(relu, dtype=torch.float64)
-    mul_tensor_1: float64[B, 4] = aten.mul.Tensor(_to_copy_default_1, _to_copy_default_1)
-    sum_dim_int_list_1: float64[B] = aten.sum.dim_IntList(mul_tensor_1, [1])
-    sqrt_default_1: float64[B] = aten.sqrt.default(sum_dim_int_list_1)
+    mul_tensor_1: float32[B, 4] = aten.mul.Tensor(relu, relu)
+    sum_dim_int_list_1: float32[B] = aten.sum.dim_IntList(mul_tensor_1, [1])
+    sqrt_default_1: float32[B] = aten.sqrt.default(sum_dim_int_list_1)
     # backward
-    mul_tensor_2: float64[B] = aten.mul.Tensor(sqrt_default, sqrt_default_1)
+    mul_tensor_2: float32[B] = aten.mul.Tensor(sqrt_default, sqrt_default_1)
     # forward
     select_int: float64[] = aten.select.int(random_3, 0, 0)
     # backward
@@ -98,12 +96,12 @@ class GoldenDumps(expecttest.TestCase):
     sqrt_default_2: float64[4] = aten.sqrt.default(getitem_1)
     index_select_default: float32[4, 2] = aten.index_select.default(mul_11, 0, getitem)
     t_default: float32[2, 4] = aten.t.default(index_select_default)
-    index_select_default_1: float32[4, 4] = aten.index_select.default(relu, 0, getitem)
-    _to_copy_default_2: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
-    view_default: float32[4] = aten.view.default(_to_copy_default_2, [-1])
+    _to_copy_default: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
+    view_default: float32[4] = aten.view.default(_to_copy_default, [-1])
     mul_tensor_3: float32[2, 4] = aten.mul.Tensor(t_default, view_default)
-    _to_copy_default_3: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
-    view_default_1: float32[4, 1] = aten.view.default(_to_copy_default_3, [-1, 1])
+    index_select_default_1: float32[4, 4] = aten.index_select.default(relu, 0, getitem)
+    _to_copy_default_1: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
+    view_default_1: float32[4, 1] = aten.view.default(_to_copy_default_1, [-1, 1])
     mul_tensor_4: float32[4, 4] = aten.mul.Tensor(index_select_default_1, view_default_1)
     mm_2: float32[2, 4] = aten.mm.default(mul_tensor_3, mul_tensor_4)
     t_3: float32[4, 2] = aten.t.default(mm_2)
@@ -111,8 +109,8 @@ class GoldenDumps(expecttest.TestCase):
     t_4: float32[2, 4] = aten.t.default(t_1)
     # backward
     mm_3: float32[B, 4] = aten.mm.default(mul_11, t_4)
-    _to_copy_default_4: float64[B, 4] = aten._to_copy.default(mm_3, dtype=torch.float64)
-    mul_tensor_5: float64[B, 4] = aten.mul.Tensor(_to_copy_default_4, _to_copy_default_4)
+    _to_copy_default_2: float64[B, 4] = aten._to_copy.default(mm_3, dtype=torch.float64)
+    mul_tensor_5: float64[B, 4] = aten.mul.Tensor(_to_copy_default_2, _to_copy_default_2)
     sum_dim_int_list_2: float64[B] = aten.sum.dim_IntList(mul_tensor_5, [1])
     sqrt_default_3: float64[B] = aten.sqrt.default(sum_dim_int_list_2)
     # forward
@@ -122,8 +120,8 @@ class GoldenDumps(expecttest.TestCase):
     getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
     getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
     index_select_default_2: float32[3, 4] = aten.index_select.default(mm_3, 0, getitem_2)
-    _to_copy_default_5: float32[3] = aten._to_copy.default(getitem_3, dtype=torch.float32)
-    view_default_2: float32[3, 1] = aten.view.default(_to_copy_default_5, [-1, 1])
+    _to_copy_default_3: float32[3] = aten._to_copy.default(getitem_3, dtype=torch.float32)
+    view_default_2: float32[3, 1] = aten.view.default(_to_copy_default_3, [-1, 1])
     mul_tensor_6: float32[3, 4] = aten.mul.Tensor(index_select_default_2, view_default_2)
     t_5: float32[2, 4] = aten.t.default(t_3)
     index_select_default_3: float32[3, 4] = aten.index_select.default(relu, 0, getitem_2)
@@ -232,7 +230,7 @@ def test_kept_samples_are_unbiased_over_all_draws(name: str) -> None:
     assert_unbiased(name, 6, lambda sites: {next(s for s in sites if s.startswith(ROWS)): 0.5})
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "llama", "t5-untied", "vit"])
+@pytest.mark.parametrize("name", ["mlp", "bert", "llama", "vit"])
 def test_kept_terms_of_a_weight_are_unbiased_over_all_draws(name: str) -> None:
     assert_unbiased(name, 3, lambda sites: {[s for s in sites if s.startswith(TOKENS)][1]: 0.4})
 
@@ -255,7 +253,7 @@ def test_samples_and_terms_together_are_unbiased_over_all_draws() -> None:
 
 @pytest.mark.parametrize(
     ("name", "sampler"),
-    [(n, "systematic") for n in ("mlp", "bert", "t5-tied", "group norm", "lora")] + [("mlp", "bernoulli"), ("vit", "bernoulli")],
+    [(n, "systematic") for n in ("mlp", "group norm", "lora")] + [("mlp", "bernoulli"), ("bert", "bernoulli")],
 )
 def test_the_harness_finds_no_bias_and_the_flops_foretold(name: str, sampler: str) -> None:
     model, inputs = made(name, 6, torch.float32)
