@@ -61,3 +61,18 @@ def test_pooling_compiles_in_a_process_that_has_not_used_inductor_yet() -> None:
     done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[-1]) > 0
+
+
+@pytest.mark.parametrize("name", ["bert", "t5-tied"])
+def test_a_sampled_backward_is_the_same_with_and_without_fusion(name: str) -> None:
+    gradients = []
+    for backend in ("inductor", "aot_eager"):
+        model, inputs = zoo.make(name, 8)
+        rewrite = graphopt.passes.vcas.Vcas(keep_rows=0.5, keep_tokens=0.5, seed=3)
+        opt = graphopt.optimize(model, inputs, passes=[rewrite], backend=backend)
+        zoo.loss_of(zoo.call(opt, inputs)).backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters()})
+    largest = max(float(g.abs().max()) for g in gradients[1].values() if g is not None)
+    for parameter, gradient in gradients[1].items():
+        if gradient is not None:
+            torch.testing.assert_close(gradients[0][parameter], gradient, rtol=1e-3, atol=1e-4 * largest)
