@@ -34,15 +34,15 @@ import graphopt
 Batch = dict[str, Tensor]
 
 
-def exact_step(model: nn.Module) -> Callable[[Batch], Tensor]:
+def exact_step(model: nn.Module, backend: str) -> Callable[[Batch], Tensor]:
     """The loss of a whole batch."""
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend=backend)
     return lambda batch: compiled(**batch).loss
 
 
-def chosen_step(model: nn.Module, keep: float, unbiased: bool, seed: int) -> Callable[[Batch], Tensor]:
+def chosen_step(model: nn.Module, backend: str, keep: float, unbiased: bool, seed: int) -> Callable[[Batch], Tensor]:
     """The loss of part of a batch, chosen by its losses ("sb") or by its gradients at the logits ("ub")."""
-    compiled, scoring = torch.compile(model), torch.compile(model)
+    compiled = scoring = torch.compile(model, backend=backend)
     generator = torch.Generator().manual_seed(seed)
 
     def step(batch: Batch) -> Tensor:
@@ -81,7 +81,8 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
     if kind == "vcas":
         sampler = Vcas(every=args.every, alpha=args.alpha, beta=args.beta, seed=seed)
         budget = graphopt.Budget(variance=args.variance)
-        opt = graphopt.optimize(model, next(train.batches(args.batch, seed)), budget=budget, passes=[sampler])
+        example = next(train.batches(args.batch, seed))
+        opt = graphopt.optimize(model, example, budget=budget, passes=[sampler], backend=args.backend)
         controller = opt.controller
 
     if opt is not None:
@@ -91,9 +92,9 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
             return optimized(**batch).loss
 
     elif kind == "exact":
-        step = exact_step(model)
+        step = exact_step(model, args.backend)
     else:
-        step = chosen_step(model, args.keep, kind == "ub", seed)
+        step = chosen_step(model, args.backend, args.keep, kind == "ub", seed)
         saved = 1 - (1 + 3 * args.keep) / 3  # a forward for scores; forward and backward, three times its FLOPs, of the part
     losses, curve, seconds = [], [], 0.0
     task = bar.add_task(f"{kind} seed {seed}", total=args.steps)
@@ -168,6 +169,9 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=0.03)
     parser.add_argument("--beta", type=float, default=0.85)
     parser.add_argument("--keep", type=float, default=1 / 3, help="part of a batch that the baselines train on")
+    parser.add_argument(
+        "--backend", default="inductor", help="aot_eager: nothing is compiled, for machines on which that takes long"
+    )
     parser.add_argument("--runs", nargs="+", choices=["exact", "vcas", "sb", "ub"], default=["exact", "vcas", "sb", "ub"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--evaluate", type=int, default=150)
