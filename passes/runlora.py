@@ -120,8 +120,11 @@ def refusal(layer: LoraLayer, order: Order) -> str:
         return layer.unmergeable
     if (order.weight_grad_a or order.weight_grad_b) and not layer.shares_input:
         return "the adapter's input is not the layer's, as with dropout: X'dY would not serve both"
-    if order.merged_input_grad and any(a.grad_input is not None and not a.input_summed for a in layer.adapters):
-        return "the parts of its input's gradient are not added up in one place"
+    if order.merged_input_grad and layer.grad_input is not None:
+        if any(a.grad_input is None for a in layer.adapters):
+            return "an adapter has no part in its input's gradient, or one that is not known"
+        if any(not a.input_summed for a in layer.adapters):
+            return "the parts of its input's gradient are not added up in one place"
     return ""
 
 
@@ -215,7 +218,7 @@ class _Rewriter:
         if node.meta["val"].dim() == 2:
             return node
         rows = self._emit(aten.sym_size.int, (like, 0), anchor) if self.graph.symbolic else like.meta["val"].shape[0]
-        return self._emit(aten.view.default, (node, [rows, node.meta["val"].shape[-1]]), anchor)
+        return self._emit(aten.reshape.default, (node, [rows, node.meta["val"].shape[-1]]), anchor)  # it may be expanded
 
     def _gradient(self, gradient: Gradient, left: Any, right: Any, excess: float) -> None:
         """Replace a gradient by scale / excess * left right, of which it is the transpose unless `gradient.transposed`."""

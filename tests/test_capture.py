@@ -244,3 +244,27 @@ def test_analysis_of_weights_that_exist_nowhere() -> None:
     assert all(p.is_meta for p in meta.parameters())
     with pytest.raises(InputError, match="exist nowhere"):
         graphopt.optimize(meta, inputs)
+
+
+def test_a_submodule_with_two_names_keeps_its_tensors() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.first, self.norm = nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+            self.second, self.again = self.first, self.norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.again(self.second(self.norm(self.first(self.below(x))))).square().sum()
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(4, 6)
+    twin = copy.deepcopy(model)
+    held = dict(model.named_parameters())
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    assert all(held[name] is parameter for name, parameter in model.named_parameters())
+    opt(x).backward()
+    twin(x).backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -298,6 +298,8 @@ class _Finder:
         unknown = NotALayer("its gradients are computed in a way that is not known")
         x, a = (as_matrix(n) for n in adapter.first.args)  # type: ignore[arg-type]
         b = as_matrix(adapter.second.args[1])  # type: ignore[arg-type]
+        if 0.0 in (x.scale, a.scale, b.scale):
+            raise NotALayer("it is multiplied by zero")
         number = self.numbers
         grad: Matrix | None = None
         grad_b = upstream = grad_a = grad_input = None

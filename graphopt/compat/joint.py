@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -194,7 +194,8 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     context = getattr(module, "meta", {}).get("tracing_context")
     if context is not None:  # remembers which dimensions are symbols
         stack.enter_context(torch._guards.tracing(context))
-    joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
+    with _unchanged_tensors(module):
+        joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
     metadata = joint._aot_state.fw_metadata
     for info in metadata.input_info:
         if info.mutates_metadata or (info.mutates_data and info.requires_grad):
@@ -215,6 +216,21 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
         guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
         ranges={} if shape_env is None else dict(shape_env.var_to_range),
     )
+
+
+@contextlib.contextmanager
+def _unchanged_tensors(module: nn.Module) -> Iterator[None]:
+    """Put a module's own tensors back after a trace.
+
+    AOTAutograd swaps them by name; where a submodule has two names, the second swap takes the traced tensor for the original.
+    """
+    held = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for submodule, parameters, buffers in held:
+            submodule._parameters.update(parameters)
+            submodule._buffers.update(buffers)
 
 
 def _describe_input(desc: Any) -> InputDesc:
