@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import nn
 
 import graphopt
+from graphopt.bench.device import this_device
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
@@ -63,8 +64,7 @@ def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
     unknown = sorted(set(models) - set(MODELS))
     if unknown:
         raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    device, name = this_device()
     results: dict[str, Any] = {
         "torch": torch.__version__,
         "device": name,

@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import nn
 
 import graphopt
+from graphopt.bench.device import this_device
 from graphopt.bench.memory import peak_on_cpu, peak_on_cuda
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
@@ -68,7 +69,7 @@ def run(names: list[str] | None, repeats: int, dtype: torch.dtype, console: Cons
     unknown = sorted(set(names or ()) - set(known))
     if unknown:
         raise InputError(f"unknown case {', '.join(unknown)}: known are {', '.join(known)}.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, name = this_device()
     quiet_transformers()
     rows = []
     chosen = [case for case in CASES if names is None or case.name in names]
@@ -77,7 +78,6 @@ def run(names: list[str] | None, repeats: int, dtype: torch.dtype, console: Cons
         for case in chosen:
             bar.update(task, description=case.name)
             rows.append(measure(case, repeats, dtype, device, lambda: bar.advance(task)))
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return {"torch": torch.__version__, "device": name, "dtype": str(dtype), "repeats": repeats, "rows": rows}
 
 
@@ -97,6 +97,7 @@ def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress:
         steps[kind]()
         progress()
     orders = [f"{a['layer']}: {a['order']}" for a in optimized.report.adapters]
+    predicted = [sum(a[key] or 0.0 for a in optimized.report.adapters) for key in ("seconds_before", "seconds_after")]
     flops_before, flops_after = optimized.report.full_step_flops, optimized.report.step_flops
     seconds: dict[str, list[float]] = {kind: [] for kind in steps}
     gc.disable()
@@ -124,6 +125,7 @@ def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress:
         "flops_after": flops_after,
         "flops_saved": saved_flops,
         "time_saved": saved_time,
+        "products_seconds": predicted,
         "orders": orders,
     }
 

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch import nn
 
 import graphopt
+from graphopt.bench.device import this_device
 from graphopt.bench.greentrainer import pretrained_minilm
 from graphopt.capture import as_call, capture_to_run
 from graphopt.compat.inductor import fresh_compiler_cache
@@ -53,8 +54,7 @@ def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
     unknown = sorted(set(models) - set(MODELS))
     if unknown:
         raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    device, name = this_device()
     quiet_transformers()
     rows: list[dict[str, Any]] = []
     with Progress(console=console) as bar:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import expecttest
@@ -13,19 +12,20 @@ import pytest
 import torch
 from graphopt.passes import GreenTrainer, Vcas, run_pass
 from graphopt.passes.vcas import ROWS, TOKENS
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import graphopt
 from graphopt import PassError
 from graphopt.analysis.boundaries import find_boundaries
 from graphopt.analysis.flops import flop_profile
-from graphopt.capture import as_call, capture, capture_to_run, flatten_call
+from graphopt.capture import as_call, capture, capture_to_run
 from graphopt.dump import readable
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
-from graphopt.ops.sampling import capped_probabilities, filled_probabilities
+from graphopt.ops.sampling import capped_probabilities
 from graphopt.testing import check_pass, compiled
 from tests import zoo
+from tests.draws import drawn_operators, eager_gradients, expectation, made
 
 
 class Two(nn.Module):
@@ -38,28 +38,6 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(torch.relu(self.first(x))).square().sum()
-
-
-class GroupNormNet(nn.Module):
-    """Convolutions whose norms look at one sample each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8),
-            nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
-        )  # fmt: skip
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(self.layers(x).flatten(1)), labels)
-
-
-def made(name: str, batch: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
-    if name != "group norm":
-        return zoo.make(name, batch, dtype)
-    torch.manual_seed(0)
-    return GroupNormNet().to(dtype), (torch.randn(batch, 3, 6, 6, dtype=dtype), torch.arange(batch) % 4)
 
 
 class GoldenDumps(expecttest.TestCase):
@@ -141,70 +119,6 @@ class GoldenDumps(expecttest.TestCase):
     )
 """,
         )
-
-
-def drawn_operators(node: fx.Node) -> bool:
-    return node.target is torch.ops.graphopt.systematic_rows.default
-
-
-class Draws(fx.Interpreter):
-    """Runs a joint graph with given uniform numbers, and notes where each drawing changes with its number."""
-
-    def __init__(self, graph: TrainingGraph) -> None:
-        super().__init__(graph.module)
-        self.cuts: list[list[float]] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        if drawn_operators(n):
-            weights, count = self.fetch_args_kwargs_from_env(n)[0][0], n.args[2]
-            p, _ = filled_probabilities(weights, count)  # type: ignore[arg-type]
-            self.cuts.append(sorted({0.0, 1.0, *(float(e) % 1.0 for e in p.cumsum(0))}))
-        return super().run_node(n)
-
-
-def expectation(graph: TrainingGraph, model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    """The exact expectation of every gradient: over every subset that the samplers can draw, with their own probabilities."""
-    flat = flatten_call(*as_call(inputs))
-    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    sites = sum(drawn_operators(node) for node in graph.graph.nodes)
-    total: dict[str, Tensor] = {}
-
-    def run(uniforms: Sequence[float]) -> tuple[Draws, Sequence[Any]]:
-        values: list[Any] = []
-        for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-            if desc.kind == "input":
-                values.append(flat.tensors[desc.target])
-            elif desc.kind == "tangent":
-                assert node.meta["val"].dim() == 0
-                values.append(torch.ones((), dtype=node.meta["val"].dtype))
-            elif desc.kind == "random":
-                values.append(torch.tensor([*uniforms, *[0.5] * (sites - len(uniforms))], dtype=torch.float64))
-            else:
-                values.append(tensors[desc.target].detach())
-        interpreter = Draws(graph)
-        with torch.no_grad():
-            return interpreter, interpreter.run(*values)
-
-    def add(uniforms: list[float], probability: float) -> None:
-        interpreter, results = run(uniforms)
-        if len(uniforms) < sites:
-            for low, high in itertools.pairwise(interpreter.cuts[len(uniforms)]):
-                if high - low > 1e-12:
-                    add([*uniforms, (low + high) / 2], probability * (high - low))
-            return
-        for desc, value in zip(graph.outputs, results, strict=True):
-            if desc.kind == "gradient" and isinstance(value, Tensor):
-                name = desc.target.target
-                total[name] = total.get(name, 0) + probability * value
-
-    add([], 1.0)
-    return total
-
-
-def eager_gradients(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
-    model.zero_grad()
-    zoo.loss_of(zoo.call(model, inputs)).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_unbiased(name: str, batch: int, pick: Callable[[list[str]], dict[str, float]]) -> None:
