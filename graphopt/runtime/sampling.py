@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from graphopt.capture import as_call, flatten_call, unchanged_rng
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
 from graphopt.planner.plan import Ratios
-from graphopt.planner.sample_ratios import Calibration, SampleRatios, adapt, bucket
+from graphopt.planner.sample_ratios import Calibration, Norms, SampleRatios, corrected, proposed
 from graphopt.probe import Probe
 from graphopt.runtime.controllers import Every
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 BATCHES = 2
 """M: batches of a calibration, and sampled passes on each."""
+
+ATTEMPTS = 4
+"""Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
 
 ENTRIES, FEWEST_ENTRIES = 0.01, 64
 """Part of each gradient's entries that variances are measured on, and the least number of them."""
@@ -43,7 +46,8 @@ class Adaptation:
     Attributes:
         step: of training.
         preserved: s.
-        rows_variance, tokens_variance: V_act and V_w as parts of the mini-batch variance V_s, at the ratios in force until now.
+        rows_variance, tokens_variance: V_act and V_w as parts of the mini-batch variance V_s, measured with the ratios
+            that it settled on before they were put in force.
         rows, tokens: ratios in force from now on, by block and by weight.
         flops_ratio: FLOPs of a step with them, as a part of the exact step's.
         seconds: of the calibration.
@@ -76,8 +80,10 @@ class SamplingController:
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 
     Half of the budget is for rows (V_act), half for the terms of weights' gradients (V_w). A calibration runs `BATCHES` exact
-    and `BATCHES` squared sampled passes of the last batches with a random number generator of its own; it changes no `.grad`, no
-    buffer and no global random state. Until the first one, training is exact.
+    passes of the last batches, proposes lower ratios, and runs `BATCHES` squared sampled passes with them; ratios that would add
+    too much variance are raised and measured again, so that none is ever put in force that was measured above the budget. It uses
+    a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the first one,
+    training is exact.
 
     Example:
         for batch in loader:
@@ -145,12 +151,8 @@ class SamplingController:
         step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
         if step is not self._step:  # other shapes or another selection: other rows, other FLOPs
             self._known, self._step = {(): 1.0, self.opt.sample_ratios: 1.0}, step
-        seen = self.calibrate(step, batches)
         before = self.opt.sample_ratios
-        fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in step.probe.tokens.values()), default=1))
-        self.state = adapt(
-            self.state, seen, step.probe.parents, self.tolerance / 2, self.rewrite.alpha, self.rewrite.beta, fewest
-        )
+        seen = self._adapt(step, batches)
         self._install(batch, step.batch_size)
         ratios = dict(self.opt.sample_ratios)
         adaptation = Adaptation(
@@ -176,26 +178,55 @@ class SamplingController:
 
         return [b for b in self._recent if shapes(b) == shapes(batch)]
 
-    def calibrate(self, step: MeasuringStep, batches: Sequence[Any]) -> Calibration:
-        """Measure variances at the present ratios."""
+    def _adapt(self, step: MeasuringStep, batches: Sequence[Any]) -> Calibration:
+        """Lower the ratios as far as their measured variance allows; returns what was measured with those it settled on."""
+        probe, half = step.probe, self.tolerance / 2
+        self._calibrations += 1
+        exact, norms = self._exact(step, batches)
+        fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
+        alpha, beta = self.rewrite.alpha, self.rewrite.beta
+        candidate = proposed(self.state, norms, probe.tokens, alpha, beta, fewest)
+        for _ in range(ATTEMPTS):
+            seen = self._sampled(step, batches, exact, candidate.rounded)
+            if not seen.comparable:
+                return seen
+            better = corrected(candidate, seen, self.state, norms, half, alpha, beta)
+            if better is candidate:
+                self.state = candidate
+                return seen
+            candidate = better
+        # Nothing that was measured fits: all rows and terms, until the next calibration goes on from here.
+        self.state = SampleRatios(candidate.preserved, dict.fromkeys(norms.rows, 1.0), dict.fromkeys(probe.tokens, 1.0))
+        return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0))
+
+    def _exact(self, step: MeasuringStep, batches: Sequence[Any]) -> tuple[list[dict[str, Tensor]], Norms]:
+        """Some entries of every gradient, by batch, and the norms of the samples' gradients at every boundary."""
         probe = step.probe
         whole = torch.full((len(probe.parents) + len(probe.tokens),), 2**31, dtype=torch.int64)
-        counts = self._row_counts(probe, step.batch_size)
-        self._calibrations += 1
-        norms: dict[str, list[Tensor]] = {name: [] for name in probe.parents}
-        exact: list[dict[str, Tensor]] = []
+        rows: dict[str, list[Tensor]] = {name: [] for name in probe.parents}
+        exact = []
+        for i, batch in enumerate(batches):
+            exact.append(self._entries(step, batch, whole, i))
+            for name in rows:
+                rows[name].append(step.lowered.slots[f"norms {name}"].detach().cpu())
+        self.counts.calibrating += len(batches)
+        return exact, Norms(rows, probe.parents)
+
+    def _sampled(
+        self, step: MeasuringStep, batches: Sequence[Any], exact: Sequence[Mapping[str, Tensor]], ratios: SampleRatios
+    ) -> Calibration:
+        """Measure the variance that `ratios` add."""
+        probe = step.probe
+        counts = _row_counts(probe, step.batch_size, ratios)
         added: list[float] = []
         terms: dict[str, list[float]] = {name: [] for name in probe.tokens}
         for i, batch in enumerate(batches):
-            exact.append(self._entries(step, batch, whole, i))
-            for name in norms:
-                norms[name].append(step.lowered.slots[f"norms {name}"].detach().cpu())
             for _ in range(len(batches)):
                 sampled = self._entries(step, batch, counts, i)
                 added.append(sum(float((sampled[n] - exact[i][n]).square().sum()) for n in sampled))
                 for name in terms:
                     terms[name].append(float(step.lowered.slots[f"variance {name}"]))
-        self.counts.calibrating += len(batches) + len(batches) ** 2
+        self.counts.calibrating += len(batches) ** 2
         own = {}
         for name in exact[0]:
             stacked = torch.stack([g[name] for g in exact])
@@ -206,23 +237,7 @@ class SamplingController:
             weight = name.split(" #")[0]
             if weight in own:
                 per_weight[name] = own[weight] * sizes[weight] / exact[0][weight].numel()
-        return Calibration(
-            norms, sum(own.values()), sum(added) / len(added), per_weight, {n: sum(v) / len(v) for n, v in terms.items()}
-        )
-
-    def _row_counts(self, probe: Probe, batch_size: int) -> Tensor:
-        """Rows kept at the ratios in force, as the probe takes them."""
-        ratios = dict(self.opt.sample_ratios)
-        kept: dict[str | None, int] = {None: batch_size}
-        counts = []
-        for name, parent in probe.parents.items():
-            wanted = max(2, math.ceil(ratios.get(ROWS + name, 1.0) * batch_size - 1e-9))
-            kept[name] = min(kept[parent], wanted)
-            counts.append(kept[name] if kept[name] < kept[parent] else 2**31)
-        for name, (tokens, above) in probe.tokens.items():
-            ratio = bucket(self.state.tokens.get(name, 1.0))
-            counts.append(max(1, math.ceil(ratio * kept[above] * tokens - 1e-9)))
-        return torch.tensor(counts)
+        return Calibration(sum(own.values()), sum(added) / len(added), per_weight, {n: sum(v) / len(v) for n, v in terms.items()})
 
     def _entries(self, step: MeasuringStep, batch: Any, counts: Tensor, seed: int) -> dict[str, Tensor]:
         """Some entries of every gradient, the same ones throughout a calibration, with the dropout of `seed`."""
@@ -241,8 +256,8 @@ class SamplingController:
 
     def _install(self, batch: Any, batch_size: int) -> None:
         """Put the adapted ratios in force, rounded to ones that are compiled or worth it."""
-        wanted = {ROWS + n: bucket(r) for n, r in self.state.rows.items()}
-        wanted |= {TOKENS + n: bucket(r) for n, r in self.state.tokens.items()}
+        rounded = self.state.rounded
+        wanted = {ROWS + n: r for n, r in rounded.rows.items()} | {TOKENS + n: r for n, r in rounded.tokens.items()}
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:
             flops = self.opt.sampled_flops(key, batch)
@@ -253,6 +268,19 @@ class SamplingController:
             else:
                 self._known[key] = flops
         self.opt.set_sample_ratios(key, batch_size)
+
+
+def _row_counts(probe: Probe, batch_size: int, ratios: SampleRatios) -> Tensor:
+    """Rows kept at `ratios`, as the probe takes them."""
+    kept: dict[str | None, int] = {None: batch_size}
+    counts = []
+    for name, parent in probe.parents.items():
+        wanted = max(2, math.ceil(ratios.rows.get(name, 1.0) * batch_size - 1e-9))
+        kept[name] = min(kept[parent], wanted)
+        counts.append(kept[name] if kept[name] < kept[parent] else 2**31)
+    for name, (tokens, above) in probe.tokens.items():
+        counts.append(max(1, math.ceil(ratios.tokens.get(name, 1.0) * kept[above] * tokens - 1e-9)))
+    return torch.tensor(counts)
 
 
 def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
