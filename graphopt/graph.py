@@ -98,12 +98,17 @@ class TrainingGraph:
         return tuple(p for p in self.parameters if p.name in computed)
 
     def gradients(self) -> dict[str, fx.Node]:
-        """Gradient node by parameter name, for every gradient that the graph computes."""
+        """Gradient node by parameter name, for every gradient that the graph computes, be it compressed."""
         return {
             desc.target.target: node
             for desc, node in zip(self.outputs, self.results, strict=True)
-            if desc.kind == "gradient" and desc.target.kind == "parameter" and node is not None
+            if desc.kind == "gradient" and desc.target.kind in ("parameter", "compressed") and node is not None
         }
+
+    @property
+    def compressed(self) -> frozenset[str]:
+        """Parameters whose gradient the graph returns in compressed form, as that of an input of kind "compressed"."""
+        return frozenset(d.target.target for d in self.outputs if d.kind == "gradient" and d.target.kind == "compressed")
 
     def forward_results(self) -> list[fx.Node]:
         """Nodes that the forward alone must produce: updated buffers, outputs and their bases."""
@@ -158,6 +163,15 @@ class TrainingGraph:
                 self.graph.output_node().args = (tuple(results),)
                 return
         raise PassError(f"the graph computes no gradient for {name!r}; it may be frozen or unused")
+
+    def compress_gradient(self, name: str, node: fx.Node) -> None:
+        """Return `node` instead of the gradient of parameter `name`, as the gradient of the input "compressed"."""
+        desc = InputDesc("compressed", name)
+        position = self.outputs.index(OutputDesc("gradient", InputDesc("parameter", name)))
+        self.outputs = (*self.outputs[:position], OutputDesc("gradient", desc), *self.outputs[position + 1 :])
+        results = list(self.results)
+        results[position] = node
+        self.graph.output_node().args = (tuple(results),)
 
     def add_input(self, desc: InputDesc, value: Any) -> fx.Node:
         """A further input of the forward, which records `value` (a fake tensor)."""

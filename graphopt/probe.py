@@ -24,7 +24,7 @@ from graphopt.tangents import for_loss_alone
 
 aten = torch.ops.aten
 
-COUNTS = "counts"
+COUNTS = InputDesc("given", "counts")
 """The input of rows kept: one per boundary, then one per weight's product."""
 
 
@@ -33,7 +33,7 @@ class Probe:
     """A measuring graph.
 
     Attributes:
-        graph: with inputs `InputDesc("given", COUNTS)` and `InputDesc("random", seed)`; its backward returns slots
+        graph: with inputs `COUNTS` and `InputDesc("random", seed)`; its backward returns slots
             "norms <boundary>" and "variance <weight>".
         parents: the boundary above each boundary, from the output to the input.
         tokens: rows per sample of each weight's product, and the boundary above it.
@@ -51,7 +51,7 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
     products = find_weight_products(measured)
     sites = len(boundaries) + len(products)
     example = measured.placeholders[0].meta["val"]
-    counts = measured.add_input(InputDesc("given", COUNTS), fake_like(example, (sites,), torch.int64))
+    counts = measured.add_input(COUNTS, fake_like(example, (sites,), torch.int64))
     uniforms = measured.add_input(InputDesc("random", seed), fake_like(example, (sites,), torch.float64))
     levels = RowLevels(measured, [], lambda *_: (counts, counts))
 

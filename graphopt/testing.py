@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import BatchDim, as_call, batch_size_of, capture_to_run, flatten_call
+from graphopt.compat import InputDesc
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
 from graphopt.passes import Pass, PassReport, Preserves, run_pass
+from graphopt.passes.base import Projected
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.runtime.variants import graph_inputs
 from graphopt.specialise import specialise
@@ -64,8 +66,8 @@ def check_pass(
     """Hold `rewrite` to its contract on `model`, against eager autograd.
 
     The graph is rewritten, verified, compiled and run; every gradient that it still computes must be eager's (EXACT), or its mean
-    over `DRAWS` runs within `STANDARD_ERRORS` of eager's (UNBIASED), every other `.grad` None, outputs and updated buffers
-    unchanged, and the FLOPs counted while it runs equal to the report's.
+    over `DRAWS` runs within `STANDARD_ERRORS` of eager's (UNBIASED), or the stated image of eager's (PROJECTED), every other
+    `.grad` None, outputs and updated buffers unchanged, and the FLOPs counted while it runs equal to the report's.
 
     Args:
         model: deterministic (no dropout); copied for every dtype, never changed.
@@ -75,8 +77,8 @@ def check_pass(
     Raises:
         PassError: names the first violation.
     """
-    if rewrite.preserves is Preserves.PROJECTED:
-        raise PassError(f"check_pass cannot check passes that are PROJECTED, as {rewrite.name} is.")
+    if rewrite.preserves is Preserves.PROJECTED and not isinstance(rewrite, Projected):
+        raise PassError(f"{rewrite.name} is PROJECTED, but does not say of what: give it `example_inputs` and `image`.")
     return [_check(rewrite, model, inputs, decisions, dtype, backend, batch_dim) for dtype in dtypes]
 
 
@@ -104,7 +106,11 @@ def _check(
 
     for parameter in (*reference.parameters(), *candidate.parameters()):
         parameter.grad = None
-    run = compiled(rewritten, candidate, args, kwargs, backend)
+    given = {}
+    if isinstance(rewrite, Projected):
+        drawn = rewrite.example_inputs(rewritten, seed=0)
+        given = {desc: value.requires_grad_(desc.kind == "compressed") for desc, value in drawn.items()}
+    run = compiled(rewritten, candidate, args, kwargs, backend, given)
     with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
         outputs = run()
         _differentiable(outputs).backward()
@@ -112,17 +118,24 @@ def _check(
     _differentiable(expected).backward()
     counted = counter.get_total_flops()
     _compare_results(rewrite, outputs, expected, reference, candidate, TOLERANCE[dtype])
-    if rewrite.preserves is Preserves.EXACT:
+    if rewrite.preserves is not Preserves.UNBIASED:
         error = _compare_gradients(rewrite, rewritten, reference, candidate, TOLERANCE[dtype])
     else:
         error = _compare_mean(rewrite, rewritten, reference, candidate, run, TOLERANCE[dtype])
+    if isinstance(rewrite, Projected):
+        error = max(error, _compare_images(rewrite, given, reference, TOLERANCE[dtype]))
     if backend == "aot_eager" and counted != flop_profile(rewritten).step:
         raise PassError(f"{rewrite.name}: {counted} FLOPs ran where {flop_profile(rewritten).step} were predicted.")
     return PassCheck(report, error, counted)
 
 
 def compiled(
-    graph: TrainingGraph, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend
+    graph: TrainingGraph,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: Backend,
+    given: Mapping[InputDesc, Tensor] | None = None,
 ) -> Callable[[], list[Any]]:
     """`graph` compiled for the batch of `args` and `kwargs`: a function that runs it on `model` and returns flat outputs."""
     flat = flatten_call(args, kwargs)
@@ -133,7 +146,7 @@ def compiled(
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     uniforms = Uniforms()
-    return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms))
+    return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms, given))
 
 
 def _differentiable(outputs: Iterable[Any]) -> Tensor:
@@ -163,7 +176,7 @@ def _compare_mean(
     tolerance: float,
 ) -> float:
     """Compare the mean gradient over many draws with eager's; returns the largest difference in standard errors."""
-    names = list(graph.gradients())
+    names = [name for name in graph.gradients() if name not in graph.compressed]
     parameters = dict(candidate.named_parameters())
     exact = {n: p.grad.double() for n, p in reference.named_parameters() if p.grad is not None}
     missing = sorted(set(names) ^ set(exact))
@@ -193,10 +206,29 @@ def _compare_mean(
     return worst
 
 
+def _compare_images(rewrite: Projected, given: Mapping[InputDesc, Tensor], reference: nn.Module, tolerance: float) -> float:
+    """Compare the gradients of added inputs with the images of eager's; returns the largest relative difference."""
+    eager = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
+    worst = 0.0
+    for desc, variable in given.items():
+        if desc.kind != "compressed":
+            continue
+        wanted = rewrite.image(desc.target, given, eager)
+        if variable.grad is None or variable.grad.shape != wanted.shape:
+            raise PassError(
+                f"{rewrite.name}: the compressed gradient of {desc.target} is missing or is not {tuple(wanted.shape)}."
+            )
+        error = float((variable.grad.double() - wanted.double()).abs().max()) / (float(wanted.abs().max()) or 1.0)
+        worst = max(worst, error)
+        if not error <= tolerance:
+            raise PassError(f"{rewrite.name}: the gradient of {desc.target} is {error:.2e} of the largest entry off its image.")
+    return worst
+
+
 def _compare_gradients(
     rewrite: Pass, graph: TrainingGraph, reference: nn.Module, candidate: nn.Module, tolerance: float
 ) -> float:
-    kept = set(graph.gradients())
+    kept = set(graph.gradients()) - graph.compressed
     expected = {name: p.grad for name, p in reference.named_parameters()}
     scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=1.0) or 1.0
     worst = 0.0

@@ -1,17 +1,19 @@
 """The rewrites: one file per pass. See `base` for their contract."""
 
-from graphopt.passes import greentrainer, runlora, vcas
+from graphopt.passes import greentrainer, lsp, runlora, vcas
 from graphopt.passes.base import Pass, PassReport, Preserves, Site, run_pass
 from graphopt.passes.greentrainer import GreenTrainer
+from graphopt.passes.lsp import Lsp
 from graphopt.passes.runlora import RunLora
 from graphopt.passes.vcas import Vcas
 
-BY_NAME = {"greentrainer": GreenTrainer, "runlora": RunLora, "vcas": Vcas}
+BY_NAME = {"greentrainer": GreenTrainer, "runlora": RunLora, "lsp": Lsp, "vcas": Vcas}
 """Passes that `optimize(passes=[...])` accepts by name."""
 
 __all__ = [
     "BY_NAME",
     "GreenTrainer",
+    "Lsp",
     "Pass",
     "PassReport",
     "Preserves",
@@ -19,6 +21,7 @@ __all__ = [
     "Site",
     "Vcas",
     "greentrainer",
+    "lsp",
     "run_pass",
     "runlora",
     "vcas",

@@ -6,13 +6,16 @@ took. It never sees the caller's graph: `run_pass` hands it a clone, verifies th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
+from torch import Tensor
+
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.saved import saved_bytes
+from graphopt.compat import InputDesc
 from graphopt.graph import TrainingGraph
 from graphopt.verify import verify
 
@@ -87,6 +90,22 @@ class Pass(Protocol):
 
     def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
         """Rewrite `graph` in place as `decisions` say."""
+        ...
+
+
+@runtime_checkable
+class Projected(Pass, Protocol):
+    """What a pass that is PROJECTED also has, so that `graphopt.testing.check_pass` can hold it to its contract.
+
+    Its graphs have inputs of kind "given", and of kind "compressed", whose gradients they return in place of parameters'.
+    """
+
+    def example_inputs(self, graph: TrainingGraph, seed: int) -> Mapping[InputDesc, Tensor]:
+        """A value for every input that was added to the rewritten `graph`."""
+        ...
+
+    def image(self, name: str, given: Mapping[InputDesc, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
+        """What the compressed gradient of parameter `name` must be, from autograd's `gradients`."""
         ...
 
 

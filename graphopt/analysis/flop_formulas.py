@@ -13,6 +13,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from graphopt.ops.sparse import combine_rows_flops
+
 aten = torch.ops.aten
 
 
@@ -50,6 +52,7 @@ ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.mv: _matrix_vector,
     aten.addmv: _added_matrix_vector,
     aten.dot: _inner_product,
+    torch.ops.graphopt.combine_rows: combine_rows_flops,
 }
 """Formulas that torch's registry lacks; pass them to `FlopCounterMode(custom_mapping=...)` to compare like with like."""
 

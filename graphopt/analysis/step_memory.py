@@ -73,7 +73,7 @@ class _Builder:
         self.blocks: list[Block] = []
 
     def profile(self, optimizer: Any, accumulation: int, master_weights: bool, keep_outputs: bool) -> MemoryProfile:
-        trained = [Trained(p.name, p.shape, p.dtype) for p in self.graph.trainable]
+        trained = [Trained(p.name, p.shape, p.dtype) for p in self.graph.trainable if p.name not in self.graph.compressed]
         optimizing = optimizer_memory(optimizer, trained, self.device, master_weights)
         rows = [
             *(Row(name, "forward") for name in self.forward.steps),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphopt.ops.library import library
+
 
 def capped_probabilities(weights: Tensor, count: float) -> Tensor:
     """Inclusion probabilities proportional to `weights`, capped at one, that sum to `count`.
@@ -126,13 +128,12 @@ def row_scales(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor,
     return torch.zeros_like(weights, dtype=torch.float64).index_copy(0, rows, scale), variance
 
 
-_library = torch.library.Library("graphopt", "DEF")
-_library.define("systematic_rows(Tensor weights, Tensor uniform, int count) -> (Tensor, Tensor, Tensor)")
-_library.define("bernoulli_rows(Tensor weights, Tensor uniforms, int count, int capacity) -> (Tensor, Tensor, Tensor)")
-_library.define("row_scales(Tensor weights, Tensor uniform, Tensor count) -> (Tensor, Tensor)")
-_library.impl("systematic_rows", systematic_rows, "CompositeExplicitAutograd")
-_library.impl("bernoulli_rows", bernoulli_rows, "CompositeExplicitAutograd")
-_library.impl("row_scales", row_scales, "CompositeExplicitAutograd")
+library.define("systematic_rows(Tensor weights, Tensor uniform, int count) -> (Tensor, Tensor, Tensor)")
+library.define("bernoulli_rows(Tensor weights, Tensor uniforms, int count, int capacity) -> (Tensor, Tensor, Tensor)")
+library.define("row_scales(Tensor weights, Tensor uniform, Tensor count) -> (Tensor, Tensor)")
+library.impl("systematic_rows", systematic_rows, "CompositeExplicitAutograd")
+library.impl("bernoulli_rows", bernoulli_rows, "CompositeExplicitAutograd")
+library.impl("row_scales", row_scales, "CompositeExplicitAutograd")
 
 
 def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -140,16 +141,16 @@ def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
     return weights.new_empty(number, dtype=torch.int64), torch.empty(number, **exact), torch.empty((), **exact)  # type: ignore[call-overload]
 
 
-@torch.library.register_fake("graphopt::systematic_rows", lib=_library)
+@torch.library.register_fake("graphopt::systematic_rows", lib=library)
 def _(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return _rows_like(weights, count)
 
 
-@torch.library.register_fake("graphopt::bernoulli_rows", lib=_library)
+@torch.library.register_fake("graphopt::bernoulli_rows", lib=library)
 def _(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     return _rows_like(weights, capacity)
 
 
-@torch.library.register_fake("graphopt::row_scales", lib=_library)
+@torch.library.register_fake("graphopt::row_scales", lib=library)
 def _(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(weights, dtype=torch.float64), torch.empty((), dtype=torch.float64, device=weights.device)

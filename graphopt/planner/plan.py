@@ -10,7 +10,8 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import BY_NAME, GreenTrainer, Pass, PassReport, RunLora, Vcas, run_pass
+from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, PassReport, Preserves, RunLora, Vcas, run_pass
+from graphopt.planner.compression import CompressionChoice, choose_compressions
 from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit, orders_within
@@ -36,7 +37,7 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
     if isinstance(passes, str):
         if passes != "auto":
             raise PassError(f"passes={passes!r}: use 'auto' or a list of {_known()}.")
-        chosen = [make() for make in BY_NAME.values() if not make.serves or set(make.serves) & set(budget.stated())]
+        chosen = [make() for make in BY_NAME.values() if _wanted(make, budget)]
     else:
         for item in passes:
             if isinstance(item, str):
@@ -66,6 +67,13 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
     return tuple(chosen)
 
 
+def _wanted(kind: type[Pass], budget: Budget) -> bool:
+    """Whether "auto" uses a pass: it serves the budget, or it needs none and changes nothing but the cost."""
+    if kind.serves:
+        return bool(set(kind.serves) & set(budget.stated()))
+    return kind.preserves is Preserves.EXACT
+
+
 def _known() -> str:
     return ", ".join(sorted(BY_NAME))
 
@@ -85,6 +93,7 @@ class Plan:
         ratios: of an adaptive sampler, by site; sites that are not named are kept in full.
         sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
+        compressed: weights whose gradient is compressed; None: those that can be.
     """
 
     budget: Budget
@@ -97,6 +106,7 @@ class Plan:
     ratios: Ratios = ()
     sampled_batch: int = 0
     mixing: str = ""
+    compressed: frozenset[str] | None = None
 
     @property
     def key(self) -> Hashable:
@@ -112,10 +122,14 @@ class Plan:
         reports = []
         batch_size = batch_size or graph.batch_size
         for rewrite in self.passes:
-            choices: tuple[Choice, ...] = ()
+            choices: tuple[Choice | CompressionChoice, ...] = ()
             if isinstance(rewrite, Vcas):
                 graph = replace(graph, batch_size=batch_size)  # rows are counted for this batch
                 decisions: Any = self._sample_ratios(rewrite, graph)
+            elif isinstance(rewrite, Lsp):
+                compressed = self._compressions(graph, batch_size, rewrite)
+                choices = tuple(compressed.values())
+                decisions = {name: choice.order for name, choice in compressed.items()}
             elif isinstance(rewrite, RunLora):
                 found = self._orders(graph, batch_size, rewrite)
                 choices = tuple(found.values())
@@ -148,6 +162,12 @@ class Plan:
             return {}
         known = {site.name for site in rewrite.applicable(graph)}  # another selection may have fewer sites
         return {name: ratio for name, ratio in self.ratios if name in known}
+
+    def _compressions(self, graph: TrainingGraph, batch_size: int, rewrite: Lsp) -> dict[str, CompressionChoice]:
+        """Orders of the gradients that are compressed; always those of the same weights, since an optimizer holds their state."""
+        names = {site.name for site in rewrite.applicable(graph)} if self.compressed is None else self.compressed
+        computed = graph.gradients()
+        return choose_compressions(graph, batch_size, rewrite, {n for n in names if n in computed}, product_times)
 
     def _orders(self, graph: TrainingGraph, batch_size: int, rewrite: RunLora) -> dict[str, Choice]:
         def choose(price: float) -> dict[str, Choice]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+import graphopt.ops.sparse  # noqa: F401  registers the operator
+
 _ENOUGH_SECONDS = 0.05
 _REPEATS = 5
 
@@ -52,6 +54,16 @@ class ProductTimes:
         left = torch.randn(m, k, device=self.device, dtype=self.dtype)
         right = torch.randn(k, n, device=self.device, dtype=self.dtype)
         return self._measure(lambda: torch.mm(left, right))
+
+    def combined(self, rows: int, entries: int, table: int, width: int) -> float:
+        """Seconds of `combine_rows`: `rows` sums of `entries` rows each of a (table x width) matrix."""
+        return self._time(f"combine {rows}x{entries} of {table}x{width}", lambda: self._combined(rows, entries, table, width))
+
+    def _combined(self, rows: int, entries: int, table: int, width: int) -> float:
+        source = torch.randn(table, width, device=self.device, dtype=self.dtype)
+        indices = torch.randint(table, (rows, entries), device=self.device, dtype=torch.int32)
+        weights = torch.randn(rows, entries, device=self.device, dtype=torch.float32)
+        return self._measure(lambda: torch.ops.graphopt.combine_rows(source, indices, weights))
 
     def _copy(self, count: int) -> float:
         source = torch.randn(count, device=self.device, dtype=self.dtype)

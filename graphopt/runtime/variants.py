@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
+from graphopt.compat import InputDesc
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend, Lowered, lower
@@ -82,9 +83,11 @@ class CompiledStep:
     rewrite_seconds: float
     uniforms: Uniforms
 
-    def __call__(self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs) -> Any:
-        """Run the step; the result has the structure of the model's own output."""
-        flat = graph_inputs(self.graph, inputs, model_tensors, self.uniforms)
+    def __call__(
+        self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, given: Mapping[InputDesc, Tensor] | None = None
+    ) -> Any:
+        """Run the step; the result has the structure of the model's own output. See `graph_inputs`."""
+        flat = graph_inputs(self.graph, inputs, model_tensors, self.uniforms, given)
         return pytree.tree_unflatten(self.lowered.run(flat), self.graph.out_spec)
 
 
@@ -93,12 +96,12 @@ def graph_inputs(
     inputs: FlatInputs,
     model_tensors: Mapping[str, Tensor],
     uniforms: Uniforms,
-    given: Mapping[Any, Tensor] | None = None,
+    given: Mapping[InputDesc, Tensor] | None = None,
 ) -> list[Tensor]:
     """The inputs of a graph's forward, in order: the caller's, the model's, and random numbers for passes that draw.
 
     Args:
-        given: values of inputs that a check or a measurement added, by their target.
+        given: values of inputs of kind "given" and "compressed".
     """
     flat = []
     for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
@@ -107,8 +110,8 @@ def graph_inputs(
         elif desc.kind == "random":
             value = node.meta["val"]
             flat.append(uniforms.draw(desc.target, int(value.shape[0]), value.device))
-        elif desc.kind == "given":
-            flat.append((given or {})[desc.target])
+        elif desc.kind in ("given", "compressed"):
+            flat.append((given or {})[desc])
         elif desc.kind != "tangent":
             flat.append(model_tensors[desc.target])
     return flat
