@@ -27,7 +27,7 @@ from graphopt.errors import ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Pass, RunLora, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Pass, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.memory_limit import MemoryLimit
@@ -35,6 +35,7 @@ from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_de
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.sampling import SamplingController
+from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import Variants
 
 
@@ -76,10 +77,16 @@ def optimize(
         graph = variants.captured(args, kwargs)
         capture_seconds = time.perf_counter() - start
         plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
+        compression = next((p for p in plan.passes if isinstance(p, Lsp)), None)
+        if compression is not None:
+            plan = replace(plan, compressed=tuple(site.name for site in compression.applicable(graph)))
         plan.check_memory(graph)
         if any(isinstance(p, Vcas) for p in plan.passes):
             plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
     opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
+    if compression is not None and plan.compressed is not None:
+        weights = dict(model.named_parameters(remove_duplicate=False))
+        opt.compress(Subspaces(compression, {name: weights[name] for name in plan.compressed}))
     for rewrite in plan.passes:
         if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None:
             opt.control(SamplingController(opt, rewrite, budget.variance))

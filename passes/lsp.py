@@ -18,6 +18,8 @@ import torch
 from graphopt.passes.base import Changes, Preserves, Site
 from torch import Tensor, fx
 
+import graphopt.ops.hand_over
+import graphopt.ops.sparse  # noqa: F401  both register operators
 from graphopt.analysis.compression_orders import ORDERS, CompressionShape, order_flops
 from graphopt.analysis.products import value_numbers
 from graphopt.analysis.weight_gradients import Term, WeightGradient, find_weight_gradients
@@ -42,6 +44,14 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.side} {self.what} of {self.weight}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A gradient that is formed, handed to a receiver, and replaced by what that returns (see `graphopt.ops.hand_over`)."""
+
+    receiver: int
+    site: int
 
 
 @dataclass(frozen=True)
@@ -147,9 +157,9 @@ class Lsp:
             sides.append(dense.scatter_add_(1, rows.long(), values.to(gradient.dtype)))
         return sides[0] @ gradient @ sides[1].t()
 
-    def apply(self, graph: TrainingGraph, decisions: Mapping[str, str] | Collection[str]) -> Changes:
+    def apply(self, graph: TrainingGraph, decisions: Mapping[str, str | Exchange] | Collection[str]) -> Changes:
         """Compress the gradients named in `decisions`, in the order that it gives; where only names are given, in `order` or the
-        one with the fewest FLOPs.
+        one with the fewest FLOPs. An `Exchange` hands the full gradient out instead.
 
         Raises:
             PassError: an unknown or unsuitable name.
@@ -164,7 +174,10 @@ class Lsp:
         for name, gradient in gradients.items():
             if name in decisions:
                 given = decisions[name] if isinstance(decisions, Mapping) else self.order
-                rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))
+                if isinstance(given, Exchange):
+                    rewriter.exchange(gradient, given)
+                else:
+                    rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))
             else:
                 left_alone.setdefault(name, "not asked for")
         removed = rewriter.finish()
@@ -239,6 +252,14 @@ class _Rewriter:
         if total.meta["val"].dtype != exact:
             total = self._emit(aten._to_copy.default, (total,), gradient.node, {"dtype": exact})
         self.graph.compress_gradient(gradient.name, total)
+
+    def exchange(self, gradient: WeightGradient, to: Exchange) -> None:
+        """Return what a receiver makes of a gradient."""
+        arguments = (gradient.node, to.receiver, to.site, self.rewrite.subspace)
+        compressed = self._emit(torch.ops.graphopt.exchange.default, arguments, gradient.node)
+        variable = InputDesc("compressed", gradient.name)
+        self._after_the_others(self.graph.add_input(variable, compressed.meta["val"]))
+        self.graph.compress_gradient(gradient.name, compressed)
 
     def _after_the_others(self, node: fx.Node) -> None:
         """Give an input its place behind all others but the tangents."""

@@ -9,6 +9,7 @@ import torch
 
 from graphopt.analysis.compression_orders import ORDERS, CompressionShape, order_flops, steps
 from graphopt.analysis.weight_gradients import WeightGradient, find_weight_gradients
+from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes.lsp import Lsp, compression_shape
 from graphopt.planner.contraction import TimesFor
@@ -46,9 +47,13 @@ def choose_compressions(
         batch_size: for which costs are compared.
         rewrite: says whether FLOPs or time decide, or the order itself.
         times_for: measured times on a device; None where nothing can be measured, so that FLOPs decide.
+    Raises:
+        PassError: one of them cannot be compressed.
     """
     choices = {}
     for gradient in find_weight_gradients(graph):
+        if gradient.name in names and (reason := rewrite.refusal(gradient)):
+            raise PassError(f"the gradient of {gradient.name} cannot be compressed for this call of the model: {reason}.")
         if gradient.name in names:
             value = gradient.terms[0].node.meta["val"]
             times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
@@ -71,10 +76,8 @@ def _choose(
     if times is None:
         order, seconds = rewrite.order or min(ORDERS, key=lambda o: flops[o]), None
     else:
-        cost = {
-            order: sum(_seconds(order, s, times) for s in shapes) for order in ORDERS if rewrite.order in (None, order, "formed")
-        }
-        cost.setdefault("formed", sum(_seconds("formed", s, times) for s in shapes))
+        compared = ORDERS if rewrite.order is None else {rewrite.order, "formed"}
+        cost = {order: sum(_seconds(order, s, times) for s in shapes) for order in compared}
         order = rewrite.order or min(cost, key=lambda o: cost[o])
         seconds = (cost[order], cost["formed"])
     formed = sum(2 * s.m * s.n * s.rows for s in shapes)

@@ -11,6 +11,7 @@ from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, PassReport, Preserves, RunLora, Vcas, run_pass
+from graphopt.passes.lsp import Exchange
 from graphopt.planner.compression import CompressionChoice, choose_compressions
 from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
@@ -56,6 +57,8 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
         raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
     if budget.variance is None and any(isinstance(p, Vcas) and p.adaptive for p in chosen):
         raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
+    if any(isinstance(p, Vcas) for p in chosen) and any(isinstance(p, Lsp) for p in chosen):
+        raise PassError("lsp and vcas cannot be used together in this version: leave out one of them.")
     served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
     for name, value in budget.stated().items():
         if name not in served:
@@ -94,6 +97,7 @@ class Plan:
         sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
         compressed: weights whose gradient is compressed; None: those that can be.
+        checking: the receiver to which the step hands the full gradients of those; None where it compresses them itself.
     """
 
     budget: Budget
@@ -106,12 +110,13 @@ class Plan:
     ratios: Ratios = ()
     sampled_batch: int = 0
     mixing: str = ""
-    compressed: frozenset[str] | None = None
+    compressed: tuple[str, ...] | None = None
+    checking: int | None = None
 
     @property
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
-        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA), self.ratios
+        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA), self.ratios, self.checking
 
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
@@ -122,14 +127,12 @@ class Plan:
         reports = []
         batch_size = batch_size or graph.batch_size
         for rewrite in self.passes:
-            choices: tuple[Choice | CompressionChoice, ...] = ()
+            choices: tuple[Any, ...] = ()
             if isinstance(rewrite, Vcas):
                 graph = replace(graph, batch_size=batch_size)  # rows are counted for this batch
                 decisions: Any = self._sample_ratios(rewrite, graph)
             elif isinstance(rewrite, Lsp):
-                compressed = self._compressions(graph, batch_size, rewrite)
-                choices = tuple(compressed.values())
-                decisions = {name: choice.order for name, choice in compressed.items()}
+                decisions, choices = self._compressions(graph, batch_size, rewrite)
             elif isinstance(rewrite, RunLora):
                 found = self._orders(graph, batch_size, rewrite)
                 choices = tuple(found.values())
@@ -163,11 +166,17 @@ class Plan:
         known = {site.name for site in rewrite.applicable(graph)}  # another selection may have fewer sites
         return {name: ratio for name, ratio in self.ratios if name in known}
 
-    def _compressions(self, graph: TrainingGraph, batch_size: int, rewrite: Lsp) -> dict[str, CompressionChoice]:
-        """Orders of the gradients that are compressed; always those of the same weights, since an optimizer holds their state."""
-        names = {site.name for site in rewrite.applicable(graph)} if self.compressed is None else self.compressed
+    def _compressions(
+        self, graph: TrainingGraph, batch_size: int, rewrite: Lsp
+    ) -> tuple[dict[str, str | Exchange], tuple[CompressionChoice, ...]]:
+        """How gradients are compressed; always those of the same weights, since an optimizer holds their state."""
+        names = [site.name for site in rewrite.applicable(graph)] if self.compressed is None else self.compressed
         computed = graph.gradients()
-        return choose_compressions(graph, batch_size, rewrite, {n for n in names if n in computed}, product_times)
+        wanted = [name for name in names if name in computed]
+        if self.checking is not None:
+            return {name: Exchange(self.checking, names.index(name)) for name in wanted}, ()
+        choices = choose_compressions(graph, batch_size, rewrite, wanted, product_times)
+        return {name: choices[name].order for name in wanted}, tuple(choices.values())
 
     def _orders(self, graph: TrainingGraph, batch_size: int, rewrite: RunLora) -> dict[str, Choice]:
         def choose(price: float) -> dict[str, Choice]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.capture import as_call
-from graphopt.errors import ImportanceError
+from graphopt.errors import GraphoptError, ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import RunLora, Vcas
@@ -22,6 +22,8 @@ from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
+from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
+from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import CompiledStep, MeasuringStep, Variants
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_select_seconds"] = select_seconds
         self.__dict__["_profile"] = None
         self.__dict__["_controller"] = None
+        self.__dict__["_subspaces"] = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -108,9 +111,52 @@ class OptimizedModule(nn.Module):
         model = self._model
         if not (model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
             return model(*args, **kwargs)
+        if self.subspaces is not None:
+            return self._compressed_step(self.subspaces, args, kwargs)
         step, inputs = self._variants.step(self._plan, args, kwargs)
         self.__dict__["_last_step"] = step
         return step(self.tensors(), inputs)
+
+    def _compressed_step(self, subspaces: Subspaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step that compresses gradients; now and then one that looks whether the projectors still represent them."""
+        if not subspaces.used:
+            raise GraphoptError(
+                "gradients of this model are compressed, which an ordinary optimizer does not see: make yours with "
+                "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
+            )
+        checking = subspaces.due()
+        plan = replace(self._plan, checking=subspaces.receiver) if checking else self._plan
+        step, inputs = self._variants.step(plan, args, kwargs)
+        if checking:
+            subspaces.start_check()
+        else:
+            self.__dict__["_last_step"] = step
+        tensors = self.tensors()
+        return step(tensors, inputs, subspaces.given(tensors))
+
+    @property
+    def subspaces(self) -> Subspaces | None:
+        """The projectors of compressed gradients; None where none is compressed."""
+        return self.__dict__["_subspaces"]
+
+    def compress(self, subspaces: Subspaces) -> None:
+        """Have this model's gradients compressed."""
+        self.__dict__["_subspaces"] = subspaces
+
+    def make_optimizer(self, make: OptimizerType, params: Any = None, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer for this model; where gradients are compressed, one that steps them in their subspaces.
+
+        Args:
+            make: such as `torch.optim.AdamW`.
+            params: parameters of the model or groups of them, as `make` takes them; by default all that require a gradient.
+            options: for `make`, such as `lr`.
+        Raises:
+            InputError: an optimizer or an option that compressed gradients do not support.
+        """
+        groups = [p for p in self._model.parameters() if p.requires_grad] if params is None else params
+        if self.subspaces is None:
+            return make(groups, **options)
+        return SubspaceOptimizer(self.subspaces, dict(self._model.named_parameters()), make, groups, **options)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""

@@ -1,0 +1,72 @@
+"""Tensors of a running graph that are handed to Python as soon as they are computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from graphopt.errors import PassError
+from graphopt.ops.library import library
+
+Receiver = Callable[[int, Tensor], Tensor | None]
+"""Takes the number of a site and the tensor that was computed there; `exchange` returns what it returns."""
+
+_receivers: dict[int, Receiver] = {}
+_numbers = itertools.count()
+
+
+def new_receiver(receiver: Receiver) -> int:
+    """The number under which graphs reach `receiver`, until `forget` is called."""
+    number = next(_numbers)
+    _receivers[number] = receiver
+    return number
+
+
+def forget(number: int) -> None:
+    """Let go of a receiver."""
+    _receivers.pop(number, None)
+
+
+def _called(number: int) -> Receiver:
+    try:
+        return _receivers[number]
+    except KeyError:
+        raise PassError("this compiled step belongs to an optimised model that is gone: call optimize() again.") from None
+
+
+def hand_over(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
+    """Give `value` to a receiver.
+
+    Returns:
+        A token, () float32. Each call takes that of the one before, and the last is an output of the graph, so that no compiler
+        can drop or reorder them.
+    """
+    _called(receiver)(site, value)
+    return torch.zeros_like(token)
+
+
+def exchange(value: Tensor, receiver: int, site: int, size: int) -> Tensor:
+    """Give `value` to a receiver; returns its answer, (size x size) in float32 (float64 for float64)."""
+    answer = _called(receiver)(site, value)
+    assert answer is not None
+    return answer.clone() if answer is value else answer
+
+
+library.define("hand_over(Tensor value, Tensor token, int receiver, int site) -> Tensor")
+library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
+library.define("exchange(Tensor value, int receiver, int site, int size) -> Tensor")
+library.impl("exchange", exchange, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("graphopt::hand_over", lib=library)
+def _(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
+    return torch.empty_like(token)
+
+
+@torch.library.register_fake("graphopt::exchange", lib=library)
+def _(value: Tensor, receiver: int, site: int, size: int) -> Tensor:
+    exact = torch.float64 if value.dtype == torch.float64 else torch.float32
+    return value.new_empty(size, size, dtype=exact)
