@@ -119,7 +119,13 @@ class _Builder:
         return self.formulas[key]
 
     def _add_inputs(self, end: int) -> None:
-        categories: dict[str, Category] = {"parameter": "parameter", "buffer": "buffer", "input": "input", "random": "input"}
+        categories: dict[str, Category] = {
+            "parameter": "parameter",
+            "buffer": "buffer",
+            "input": "input",
+            "random": "input",
+            "given": "buffer",
+        }
         seen = set()
         for desc, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
             if desc.kind in categories and desc not in seen:
@@ -171,7 +177,10 @@ class _Builder:
         gradients: dict[Owner, Any] = {}
         placeholders = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
         for desc, value, owners in zip(positions, self.gradients, self.backward.outputs, strict=True):
-            if desc is None or desc.kind != "parameter" or value is None:
+            if desc is None or desc.kind not in ("parameter", "compressed") or value is None:
+                continue
+            if desc.kind == "compressed" and not accumulating:  # its variable has no memory, so that any layout does
+                gradients |= dict.fromkeys(owners, desc)
                 continue
             parameter = placeholders[desc].meta["val"]
             copied = value.stride() != parameter.stride()
@@ -211,6 +220,7 @@ class _Builder:
         return (
             f"kernels as on {self.device.type}; attention: {', '.join(self.attention) or 'matrix products and softmax'}",
             f"the program that Inductor generates here for a batch of {self.graph.batch_size}" if self.inductor else "no fusion",
+            *(["optimizer states of compressed gradients are on the host"] if self.graph.compressed else []),
             f"optimizer {optimizer}, {accumulation} backward per step, gradients released by zero_grad(set_to_none=True)",
             "outputs are held until the step ends" if keep_outputs else "of the outputs only the loss is held",
             "workspaces inside kernels and libraries are not counted",
