@@ -128,6 +128,26 @@ class Subspace:
         return Subspace(self.left.to(device, dtype), self.right.to(device, dtype))
 
 
+class Whole(Subspace):
+    """No compression: P and Q are identities that are never applied."""
+
+    def __init__(self) -> None:
+        nothing = Projector(torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, 1), 1)
+        super().__init__(nothing, nothing)
+
+    def compress(self, gradient: Tensor) -> Tensor:
+        """The gradient."""
+        return gradient
+
+    def decompress(self, compressed: Tensor) -> Tensor:
+        """The gradient."""
+        return compressed
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Subspace:
+        """Itself."""
+        return self
+
+
 def draw_subspace(shape: tuple[int, int], s: int, d: int, generator: torch.Generator) -> Subspace:
     """Random projectors for both sides of a weight."""
     return Subspace(draw_projector(shape[0], s, d, generator), draw_projector(shape[1], s, d, generator))

@@ -46,6 +46,9 @@ class Part:
         return f"{self.side} {self.what} of {self.weight}"
 
 
+SCHEDULES = ("sequential", "layerwise", "zero")
+
+
 @dataclass(frozen=True)
 class Exchange:
     """A gradient that is formed, handed to a receiver, and replaced by what that returns (see `graphopt.ops.hand_over`)."""
@@ -69,6 +72,9 @@ class Lsp:
         threshold: relative error |PP'GQQ' - G| / |G| from which they are fitted anew.
         iterations: of fitting, at most.
         seed: of the random projectors.
+        schedule: "sequential": the optimizer's step copies, updates and applies, one weight after another; "layerwise": copies
+            and updates start in the backward, and updates are applied in the next forward, where they are needed; "zero": the
+            baseline, ZeRO-Offload's schedule without compression (copies start in the backward).
     Raises:
         PassError: a value outside its range.
     """
@@ -82,6 +88,7 @@ class Lsp:
     threshold: float = 0.5
     iterations: int = 100
     seed: int = 0
+    schedule: str = "sequential"
     name = "lsp"
     preserves = Preserves.PROJECTED
     serves = ()
@@ -100,6 +107,10 @@ class Lsp:
             raise PassError(f"threshold={self.threshold!r} must be a positive number: a relative error, for instance 0.5.")
         if self.order is not None and self.order not in ORDERS:
             raise PassError(f"order={self.order!r}: use one of {', '.join(ORDERS)}, or None.")
+        if isinstance(self.weights, str):
+            raise PassError(f"weights={self.weights!r} must be several names: ({self.weights!r},).")
+        if self.schedule not in SCHEDULES:
+            raise PassError(f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}.")
         if self.criterion not in ("time", "flops"):
             raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
 
@@ -120,6 +131,9 @@ class Lsp:
         sites = [Site(name) for name, reason in reasons.items() if not reason]
         if not sites:
             largest = max((min(g.shape) for g in gradients if g.terms), default=0)
+            if not largest:
+                why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3]) or "the model trains no matrix"
+                raise PassError(f"no weight's gradient can be compressed: {why}. Remove the lsp pass.")
             raise PassError(
                 f"no weight's gradient can be compressed to {self.subspace} x {self.subspace}: the largest subspace that a "
                 f"weight of this model can have is {largest}. Use a smaller subspace, or remove the lsp pass."
@@ -130,7 +144,7 @@ class Lsp:
         """Why a gradient stays as it is; "" if it is compressed."""
         if gradient.other:
             return f"it is not a sum of matrix products ({gradient.other})"
-        if min(gradient.shape) < self.subspace:
+        if min(gradient.shape) < self.subspace and self.schedule != "zero":
             return f"{gradient.shape[0]} x {gradient.shape[1]} is smaller than subspace={self.subspace}"
         return ""
 
@@ -168,13 +182,15 @@ class Lsp:
         rewriter = _Rewriter(graph, self)
         left_alone = {name: reason for name, g in gradients.items() if (reason := self.refusal(g))}
         for name in decisions:
-            if name not in gradients or name in left_alone:
+            if name not in gradients or (min(gradients[name].shape) < self.subspace and self.schedule != "zero"):
                 reason = left_alone.get(name, "it is no trained matrix of the model")
                 raise PassError(f"the gradient of {name} cannot be compressed: {reason}.")
         for name, gradient in gradients.items():
             if name in decisions:
                 given = decisions[name] if isinstance(decisions, Mapping) else self.order
-                if isinstance(given, Exchange):
+                if self.schedule == "zero":
+                    rewriter.whole(gradient)
+                elif isinstance(given, Exchange):
                     rewriter.exchange(gradient, given)
                 else:
                     rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))
@@ -248,10 +264,19 @@ class _Rewriter:
         for term in sorted(gradient.terms, key=lambda term: self.position[term.node]):
             part = self._term(term, order, left, right)
             total = part if total is None else self._emit(aten.add.Tensor, (total, part), term.node)
-        assert total is not None
+        if total is None:  # not a sum of products: it is formed
+            result = self._emit(combine_rows, (gradient.node, *left), gradient.node)
+            total = self._right(result, right, gradient.node)
         if total.meta["val"].dtype != exact:
             total = self._emit(aten._to_copy.default, (total,), gradient.node, {"dtype": exact})
         self.graph.compress_gradient(gradient.name, total)
+
+    def whole(self, gradient: WeightGradient) -> None:
+        """Return a gradient as it is, as that of a variable."""
+        exact = torch.float64 if gradient.node.meta["val"].dtype == torch.float64 else torch.float32
+        value = self._emit(aten._to_copy.default, (gradient.node,), gradient.node, {"dtype": exact})
+        self._after_the_others(self.graph.add_input(InputDesc("compressed", gradient.name), value.meta["val"]))
+        self.graph.compress_gradient(gradient.name, value)
 
     def exchange(self, gradient: WeightGradient, to: Exchange) -> None:
         """Return what a receiver makes of a gradient."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -14,27 +15,24 @@ from graphopt.ops.library import library
 Receiver = Callable[[int, Tensor], Tensor | None]
 """Takes the number of a site and the tensor that was computed there; `exchange` returns what it returns."""
 
-_receivers: dict[int, Receiver] = {}
+_receivers: dict[int, weakref.WeakMethod[Receiver]] = {}
 _numbers = itertools.count()
 
 
-def new_receiver(receiver: Receiver) -> int:
-    """The number under which graphs reach `receiver`, until `forget` is called."""
+def new_receiver(method: Receiver) -> int:
+    """The number under which graphs reach a method, for as long as its object lives."""
     number = next(_numbers)
-    _receivers[number] = receiver
+    _receivers[number] = weakref.WeakMethod(method)
+    weakref.finalize(method.__self__, _receivers.pop, number, None)  # type: ignore[attr-defined]
     return number
 
 
-def forget(number: int) -> None:
-    """Let go of a receiver."""
-    _receivers.pop(number, None)
-
-
 def _called(number: int) -> Receiver:
-    try:
-        return _receivers[number]
-    except KeyError:
-        raise PassError("this compiled step belongs to an optimised model that is gone: call optimize() again.") from None
+    reference = _receivers.get(number)
+    method = None if reference is None else reference()
+    if method is None:
+        raise PassError("this compiled step belongs to an optimised model that is gone: call optimize() again.")
+    return method
 
 
 def hand_over(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
@@ -55,6 +53,18 @@ def exchange(value: Tensor, receiver: int, site: int, size: int) -> Tensor:
     return answer.clone() if answer is value else answer
 
 
+def gate(weight: Tensor, receiver: int, site: int) -> Tensor:
+    """Wait until `weight` may be read: the receiver finishes what is still to be done to it, in place.
+
+    Returns:
+        A view of all of it; what reads that runs afterwards.
+    """
+    _called(receiver)(site, weight)
+    return torch.ops.aten.alias(weight)
+
+
+library.define("gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)")
+library.impl("gate", gate, "CompositeExplicitAutograd")
 library.define("hand_over(Tensor value, Tensor token, int receiver, int site) -> Tensor")
 library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 library.define("exchange(Tensor value, int receiver, int site, int size) -> Tensor")
@@ -64,6 +74,11 @@ library.impl("exchange", exchange, "CompositeExplicitAutograd")
 @torch.library.register_fake("graphopt::hand_over", lib=library)
 def _(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
     return torch.empty_like(token)
+
+
+@torch.library.register_fake("graphopt::gate", lib=library)
+def _(weight: Tensor, receiver: int, site: int) -> Tensor:
+    return torch.ops.aten.alias(weight)
 
 
 @torch.library.register_fake("graphopt::exchange", lib=library)

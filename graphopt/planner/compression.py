@@ -9,7 +9,6 @@ import torch
 
 from graphopt.analysis.compression_orders import ORDERS, CompressionShape, order_flops, steps
 from graphopt.analysis.weight_gradients import WeightGradient, find_weight_gradients
-from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes.lsp import Lsp, compression_shape
 from graphopt.planner.contraction import TimesFor
@@ -21,13 +20,13 @@ class CompressionChoice:
     """The order of one weight's gradient, at one batch size.
 
     Attributes:
-        weight: its name.
+        layer: the weight's name.
         order: one of `ORDERS`.
         flops: of the compressed gradient in this order; `formed_flops` of the gradient itself.
         seconds: predicted, in this order and where the gradient is formed first; None where time was not measured.
     """
 
-    weight: str
+    layer: str
     order: str
     flops: int
     formed_flops: int
@@ -35,7 +34,7 @@ class CompressionChoice:
 
     def __str__(self) -> str:
         time = "" if self.seconds is None else f", {self.seconds[1] * 1e3:.2f} -> {self.seconds[0] * 1e3:.2f} ms"
-        return f"{self.weight}: {self.order}, {self.formed_flops:,} -> {self.flops:,} FLOPs{time}"
+        return f"{self.layer}: {self.order}, {self.formed_flops:,} -> {self.flops:,} FLOPs{time}"
 
 
 def choose_compressions(
@@ -47,15 +46,11 @@ def choose_compressions(
         batch_size: for which costs are compared.
         rewrite: says whether FLOPs or time decide, or the order itself.
         times_for: measured times on a device; None where nothing can be measured, so that FLOPs decide.
-    Raises:
-        PassError: one of them cannot be compressed.
     """
     choices = {}
     for gradient in find_weight_gradients(graph):
-        if gradient.name in names and (reason := rewrite.refusal(gradient)):
-            raise PassError(f"the gradient of {gradient.name} cannot be compressed for this call of the model: {reason}.")
         if gradient.name in names:
-            value = gradient.terms[0].node.meta["val"]
+            value = gradient.node.meta["val"]
             times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
             try:
                 choices[gradient.name] = _choose(gradient, rewrite, graph, batch_size, times)
@@ -72,6 +67,9 @@ def _choose(
         shape = compression_shape(gradient, term, rewrite, graph)
         rows = int(shape.rows.subs(dict.fromkeys(shape.rows.free_symbols, batch_size)))
         shapes.append(replace(shape, rows=rows))
+    if not shapes:  # in this call of the model it is computed in another way: it is formed, and compressed as it is
+        whole = CompressionShape(*gradient.shape, 0, rewrite.subspace, rewrite.nonzeros)
+        return CompressionChoice(gradient.name, "formed", order_flops("formed", whole), 0, None)
     flops = {order: sum(order_flops(order, s) for s in shapes) for order in ORDERS}
     if times is None:
         order, seconds = rewrite.order or min(ORDERS, key=lambda o: flops[o]), None

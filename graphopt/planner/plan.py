@@ -10,6 +10,7 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
+from graphopt.offload_nodes import insert_offload
 from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, PassReport, Preserves, RunLora, Vcas, run_pass
 from graphopt.passes.lsp import Exchange
 from graphopt.planner.compression import CompressionChoice, choose_compressions
@@ -97,6 +98,7 @@ class Plan:
         sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
         compressed: weights whose gradient is compressed; None: those that can be.
+        offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
         checking: the receiver to which the step hands the full gradients of those; None where it compresses them itself.
     """
 
@@ -112,6 +114,7 @@ class Plan:
     mixing: str = ""
     compressed: tuple[str, ...] | None = None
     checking: int | None = None
+    offload: tuple[int, int] | None = None
 
     @property
     def key(self) -> Hashable:
@@ -144,6 +147,9 @@ class Plan:
                 if not decisions:
                     raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
             graph, report = run_pass(rewrite, graph, decisions)
+            if isinstance(rewrite, Lsp) and self.offload is not None and self.checking is None and self.compressed:
+                gated = rewrite.schedule == "layerwise"
+                graph = insert_offload(graph, self.compressed, *self.offload, gated)
             reports.append(replace(report, choices=choices))
         return graph, reports
 
@@ -173,6 +179,8 @@ class Plan:
         names = [site.name for site in rewrite.applicable(graph)] if self.compressed is None else self.compressed
         computed = graph.gradients()
         wanted = [name for name in names if name in computed]
+        if rewrite.schedule == "zero":
+            return dict.fromkeys(wanted, "formed"), ()
         if self.checking is not None:
             return {name: Exchange(self.checking, names.index(name)) for name in wanted}, ()
         choices = choose_compressions(graph, batch_size, rewrite, wanted, product_times)

@@ -9,6 +9,8 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Preserves, Vcas
 from graphopt.passes.vcas import ROWS, TOKENS
+from graphopt.planner.compression import CompressionChoice
+from graphopt.planner.contraction import Choice
 from graphopt.planner.plan import Plan
 from graphopt.runtime.variants import CompiledStep, Variants
 
@@ -70,6 +72,7 @@ class Report:
     adapters: list[dict[str, Any]] = field(default_factory=list)
     left_alone: dict[str, str] = field(default_factory=dict)
     sampling: dict[str, Any] | None = None
+    compressed: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -96,6 +99,7 @@ class Report:
         )
         if self.sampling is not None:
             lines += _sampling_lines(self.sampling)
+        lines.extend(f"compressed       {weight['text']}" for weight in self.compressed)
         lines.extend(f"adapters         {adapter['text']}" for adapter in self.adapters)
         lines.extend(f"left alone       {name}: {reason}" for name, reason in self.left_alone.items())
         lines.extend(f"note             {note}" for note in self.notes)
@@ -164,8 +168,13 @@ def make_report(
     choices = [choice for report in reports for choice in report.choices]
     reordered = {choice.layer for choice in choices}
     left_alone = {
-        name: why for r in reports if r.name == "runlora" for name, why in r.changes.left_alone.items() if name not in reordered
+        name: why
+        for r in reports
+        if r.name in ("runlora", "lsp")
+        for name, why in r.changes.left_alone.items()
+        if name not in reordered
     }
+    orders = [choice for choice in choices if isinstance(choice, Choice)]
     return Report(
         budget=plan.budget.stated(),
         passes=[p.name for p in plan.passes],
@@ -192,7 +201,8 @@ def make_report(
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
         notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else [])],
-        adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in choices],
+        adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in orders],
+        compressed=[{**asdict(c), "text": str(c)} for c in choices if isinstance(c, CompressionChoice)],
         left_alone=left_alone,
         sampling=_sampling(plan, graph, controller),
     )

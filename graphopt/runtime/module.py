@@ -22,7 +22,7 @@ from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
-from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
+from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer, apply_before_reading
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import CompiledStep, MeasuringStep, Variants
 
@@ -90,6 +90,12 @@ class OptimizedModule(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the model's, for compressed gradients, too."""
+        self._model.zero_grad(set_to_none)
+        if self.subspaces is not None:
+            self.subspaces.clear_gradients(self.subspaces.weights)
+
     @property
     def training(self) -> bool:
         """The model's own flag: setting either sets both."""
@@ -124,13 +130,16 @@ class OptimizedModule(nn.Module):
                 "gradients of this model are compressed, which an ordinary optimizer does not see: make yours with "
                 "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
             )
+        parameters = {**dict(self._model.named_parameters(remove_duplicate=False))}
+        subspaces.follow_cleared_gradients([parameters[n] for n in self.selected if n not in subspaces.weights])
         checking = subspaces.due()
         plan = replace(self._plan, checking=subspaces.receiver) if checking else self._plan
         step, inputs = self._variants.step(plan, args, kwargs)
         if checking:
-            subspaces.start_check()
+            subspaces.synchronize()
         else:
             self.__dict__["_last_step"] = step
+        subspaces.forwards += 1
         tensors = self.tensors()
         return step(tensors, inputs, subspaces.given(tensors))
 
@@ -142,6 +151,7 @@ class OptimizedModule(nn.Module):
     def compress(self, subspaces: Subspaces) -> None:
         """Have this model's gradients compressed."""
         self.__dict__["_subspaces"] = subspaces
+        self.__dict__["_plan"] = replace(self._plan, offload=subspaces.offload)
 
     def make_optimizer(self, make: OptimizerType, params: Any = None, **options: Any) -> torch.optim.Optimizer:
         """An optimizer for this model; where gradients are compressed, one that steps them in their subspaces.
@@ -156,7 +166,10 @@ class OptimizedModule(nn.Module):
         groups = [p for p in self._model.parameters() if p.requires_grad] if params is None else params
         if self.subspaces is None:
             return make(groups, **options)
-        return SubspaceOptimizer(self.subspaces, dict(self._model.named_parameters()), make, groups, **options)
+        optimizer = SubspaceOptimizer(self.subspaces, dict(self._model.named_parameters()), make, groups, **options)
+        if optimizer.offload is not None:
+            apply_before_reading(self._model, optimizer)
+        return optimizer
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""
@@ -201,6 +214,8 @@ class OptimizedModule(nn.Module):
             Whether it changed. A NaN or infinite importance keeps the selection and warns.
         """
         start = time.perf_counter()
+        if isinstance(optimizer, SubspaceOptimizer):
+            optimizer = None  # it steps compressed gradients, by which tensors are not rated
         args, kwargs = as_call(batch)
         budget = self._plan.budget
         if self._plan.selection is None or budget.flops is None:
@@ -291,6 +306,8 @@ class OptimizedModule(nn.Module):
         for name in before - self.selected:
             if name in parameters:
                 parameters[name].grad = None
+        if self.subspaces is not None:
+            self.subspaces.clear_gradients(before - self.selected)
 
     @property
     def report(self) -> Report:

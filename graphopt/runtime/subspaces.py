@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.compat import InputDesc
-from graphopt.errors import InputError
-from graphopt.ops.hand_over import forget, new_receiver
+from graphopt.errors import GraphoptError, InputError
+from graphopt.ops.hand_over import new_receiver
 from graphopt.passes.lsp import Lsp, given_inputs
-from graphopt.projectors import Projector, Subspace, draw_subspace, fit
+from graphopt.projectors import Projector, Subspace, Whole, draw_subspace, fit
 
 Changed = Callable[[str, Subspace, Subspace], None]
 """Told the name of a weight, its old subspace and its new one."""
@@ -29,6 +29,8 @@ class CompressedWeight:
         subspace: P and Q, on the weight's device.
         error: |PP'GQQ' - G| / |G| when last looked at; NaN before.
         fits: how often P and Q were fitted.
+        changed: whom to tell of a new subspace.
+        next: fitted, but not in force before the step under way is over.
         inputs: the projectors as a compiled step reads them; changed in place, so that autograd refuses a backward whose forward
             saw others.
     """
@@ -39,20 +41,36 @@ class CompressedWeight:
     subspace: Subspace
     error: float = math.nan
     fits: int = 0
+    changed: Changed | None = None
+    next: Subspace | None = None
     inputs: dict[InputDesc, Tensor] = field(default_factory=dict)
 
     def install(self, subspace: Subspace) -> None:
         """Put a subspace in force."""
-        self.subspace = subspace
+        self.subspace, self.next = subspace, None
         for desc, value in given_inputs(self.name, subspace).items():
             if desc in self.inputs and self.inputs[desc].device == value.device:
                 self.inputs[desc].copy_(value)
             else:
                 self.inputs[desc] = value.clone()
 
+    def replace(self, subspace: Subspace) -> None:
+        """Put a subspace in force, and carry over what is kept in the old one."""
+        before = self.subspace
+        self.install(subspace)
+        if self.changed is not None:
+            self.changed(self.name, before, subspace)
+
 
 class Subspaces:
-    """Every compressed weight of a model, and the receiver to which checking steps hand full gradients, one at a time."""
+    """Every compressed weight of a model, and the receiver to which checking steps hand full gradients, one at a time.
+
+    Attributes:
+        steps: of the optimizer.
+        forwards: of the model since its last step.
+        produced, needed: told of a compressed gradient in the middle of a backward, and of a weight in the middle of a forward.
+        synchronize: finishes updates that wait for the next forward.
+    """
 
     def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor]) -> None:
         """Draw random projectors.
@@ -63,24 +81,28 @@ class Subspaces:
         self.rewrite = rewrite
         self.generator = torch.Generator().manual_seed(rewrite.seed)
         self.weights: dict[str, CompressedWeight] = {}
-        self.changed: Changed | None = None
         self.used = False
-        self.steps = 0
+        self.steps = self.forwards = 0
         self._checked_at = -1
         for name, weight in weights.items():
             exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
             zero = torch.zeros((), dtype=exact, device=weight.device)
             shape = (weight.shape[0], weight.shape[1])
+            if rewrite.schedule == "zero":
+                self.weights[name] = CompressedWeight(name, shape, nn.Parameter(zero.expand(shape)), Whole())
+                continue
             variable = nn.Parameter(zero.expand(rewrite.subspace, rewrite.subspace))
-            compressed = CompressedWeight(name, shape, variable, self._drawn(shape, weight.device, exact))
-            compressed.install(compressed.subspace)
-            self.weights[name] = compressed
+            self.weights[name] = CompressedWeight(name, shape, variable, self._drawn(shape, weight.device, exact))
+            self.weights[name].install(self.weights[name].subspace)
         self.names = tuple(self.weights)
+        self.produced: Callable[[str, Tensor], None] | None = None
+        self.needed: Callable[[str, Tensor], None] | None = None
+        self.synchronize: Callable[[], None] = lambda: None
         self.receiver = new_receiver(self._check)
+        self.offload = None if rewrite.schedule == "sequential" else (new_receiver(self._produced), new_receiver(self._needed))
 
-    def __del__(self) -> None:
-        if hasattr(self, "receiver"):
-            forget(self.receiver)
+    def __deepcopy__(self, memo: Any) -> Subspaces:
+        raise InputError("compressed gradients belong to one model: copy the model itself, and call optimize() on the copy.")
 
     def _drawn(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Subspace:
         return draw_subspace(shape, self.rewrite.subspace, self.rewrite.nonzeros, self.generator).to(device, dtype)
@@ -89,40 +111,43 @@ class Subspaces:
         """What a compiled step reads; follows weights that were moved to another device."""
         found: dict[InputDesc, Tensor] = {}
         for name, compressed in self.weights.items():
-            device = tensors[name].device
-            if compressed.variable.device != device:
-                compressed.variable.data = torch.zeros((), dtype=compressed.variable.dtype, device=device).expand(
-                    compressed.variable.shape
-                )
-                compressed.install(compressed.subspace.to(device, compressed.variable.dtype))
+            variable, device = compressed.variable, tensors[name].device
+            if variable.device != device:
+                variable.data = torch.zeros((), dtype=variable.dtype, device=device).expand(variable.shape)
+                subspace = compressed.subspace.to(device, variable.dtype)
+                if subspace is not compressed.subspace:
+                    compressed.install(subspace)
             found |= compressed.inputs
-            found[InputDesc("compressed", name)] = compressed.variable
+            found[InputDesc("compressed", name)] = variable
         return found
 
     def due(self) -> bool:
-        """Whether the next step compares the projectors with the gradients, and fits them where need be.
+        """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
+        return self.rewrite.schedule != "zero" and self.steps // self.rewrite.check_every != self._checked_at
 
-        It does at the first step and every `check_every` steps of the optimizer, but never between two backwards of one step:
-        their compressed gradients are summed.
-        """
-        at = self.steps // self.rewrite.check_every
-        return at != self._checked_at and all(w.variable.grad is None for w in self.weights.values())
-
-    def start_check(self) -> None:
-        """The step that runs now is one that checks."""
-        self._checked_at = self.steps // self.rewrite.check_every
+    def after_step(self) -> None:
+        """The optimizer has made a step: gradients have done their duty, and projectors fitted meanwhile come into force."""
+        self.steps += 1
+        self.forwards = 0
+        for compressed in self.weights.values():
+            if compressed.next is not None:
+                compressed.replace(compressed.next)
 
     def _check(self, site: int, gradient: Tensor) -> Tensor:
-        """Take the full gradient of a weight in a checking step, fit projectors that represent it badly, and compress it."""
+        """Take the full gradient of a weight in a checking step, fit projectors that represent it badly, and compress it.
+
+        Should there be another forward in this step, or a compressed gradient already, then those are in the old projectors, and
+        what is fitted comes into force after the step.
+        """
         compressed = self.weights[self.names[site]]
         exact = gradient.detach().to(compressed.variable.dtype)
-        if bool(torch.isfinite(exact).all()):
-            before = compressed.subspace
-            compressed.error = before.error(exact)
+        largest = exact.abs().max()
+        if bool(torch.isfinite(largest)):
+            self._checked_at = self.steps // self.rewrite.check_every
+            scaled = exact / largest if float(largest) else exact  # so that norms neither overflow nor vanish
+            compressed.error = compressed.subspace.error(scaled)
             if compressed.error >= self.rewrite.threshold:
-                self._fit(compressed, exact)
-            if compressed.subspace is not before and self.changed is not None:
-                self.changed(compressed.name, before, compressed.subspace)
+                self._fit(compressed, scaled)
         return compressed.subspace.compress(exact).contiguous()
 
     def _fit(self, compressed: CompressedWeight, gradient: Tensor) -> None:
@@ -131,9 +156,21 @@ class Subspaces:
             start = self._drawn(compressed.shape, gradient.device, gradient.dtype)
         outcome = fit(start, [gradient], self.rewrite.threshold, self.rewrite.iterations)
         if outcome.after < compressed.error:
-            compressed.install(outcome.subspace)
             compressed.error = outcome.after
             compressed.fits += 1
+            compressed.next = outcome.subspace
+            if self.forwards == 1 and all(w.variable.grad is None for w in self.weights.values()):
+                compressed.replace(outcome.subspace)
+
+    def _produced(self, site: int, gradient: Tensor) -> None:
+        """A compressed gradient has been computed, in the middle of a backward."""
+        if self.produced is not None:
+            self.produced(self.names[site], gradient)
+
+    def _needed(self, site: int, weight: Tensor) -> None:
+        """A weight is about to be read, in the middle of a forward."""
+        if self.needed is not None:
+            self.needed(self.names[site], weight)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs."""
@@ -151,12 +188,17 @@ class Subspaces:
         if missing:
             raise InputError(f"the checkpoint does not compress the same weights: {missing[0]} is in one of both alone.")
         for name, w in self.weights.items():
-            shape, size = tuple(saved[name]["shape"]), saved[name]["size"]
-            if (shape, size) != (w.shape, self.rewrite.subspace):
-                raise InputError(
-                    f"{name} is {w.shape} with a subspace of {self.rewrite.subspace}, but {shape} with one of {size} in the "
-                    "checkpoint: use the same model and the same Lsp(subspace=...)."
-                )
+            found = saved[name]
+            ours: dict[str, Any] = {"shape": w.shape, "subspace": self.rewrite.subspace}
+            theirs: dict[str, Any] = {"shape": tuple(found["shape"]), "subspace": found["size"]}
+            for side, projector in (("left", w.subspace.left), ("right", w.subspace.right)):
+                ours[f"{side} nonzeros"] = projector.columns.shape[1]
+                theirs[f"{side} nonzeros"] = found[f"{side}_columns"].shape[1]
+            for what, value in ours.items():
+                if value != theirs[what]:
+                    raise InputError(
+                        f"the checkpoint has {what} {theirs[what]} for {name}, this model {value}: use the same model and Lsp."
+                    )
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; see `check_state`."""
@@ -167,7 +209,37 @@ class Subspaces:
                 Projector(found[f"{side}_columns"], found[f"{side}_values"], self.rewrite.subspace).to(device, dtype)
                 for side in ("left", "right")
             )
-            w.install(Subspace(left, right))
+            if self.rewrite.schedule != "zero":
+                w.install(Subspace(left, right))
             w.error, w.fits = found["error"], found["fits"]
         self.steps, self._checked_at = state["steps"], state["checked_at"]
         self.generator.set_state(state["generator"].cpu())
+
+    def follow_cleared_gradients(self, ordinary: list[Tensor]) -> None:
+        """Clear compressed gradients where the ordinary ones have been cleared: `zero_grad` of a model does not know of D.
+
+        Args:
+            ordinary: the model's other trained parameters.
+        """
+        if ordinary and all(p.grad is None for p in ordinary):
+            self.clear_gradients(self.weights)
+
+    def clear_gradients(self, names: Any) -> None:
+        """Forget the compressed gradients of some weights."""
+        for name in names:
+            if name in self.weights:
+                self.weights[name].variable.grad = None
+
+    def claim(self, names: set[str], changed: Changed) -> None:
+        """An optimizer takes over weights; those that none has taken get no gradient.
+
+        Raises:
+            GraphoptError: it takes none.
+        """
+        if not names:
+            raise GraphoptError("no parameter given to make_optimizer has a compressed gradient: make an ordinary optimizer.")
+        for name, w in self.weights.items():
+            if name in names:
+                w.changed = changed
+            w.variable.requires_grad_(w.changed is not None)
+        self.used = True

@@ -239,7 +239,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(6)))
+        self.layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
@@ -247,9 +247,9 @@ class Wide(nn.Module):
 
 def test_memory_falls_as_foretold() -> None:
     torch.manual_seed(0)
-    inputs = (torch.randn(64, 256),)
+    inputs = (torch.randn(256, 512),)
     peaks, foretold = [], []
-    for passes in ([], [Lsp(subspace=16, nonzeros=2, order="activations", threshold=1e9)]):
+    for passes in ([], [Lsp(subspace=32, nonzeros=2, order="activations", threshold=1e9)]):
         opt = graphopt.optimize(Wide(), inputs, passes=passes, backend="aot_eager")
         optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-4)
         for _ in range(3):  # the first compares projectors with gradients
@@ -265,7 +265,7 @@ def test_memory_falls_as_foretold() -> None:
         memory = step_memory(graph, "aot_eager", None)
         standing = sum(int(b.size) for b in memory.blocks if b.category in ("parameter", "buffer", "input"))
         foretold.append(memory.peak_bytes - standing)
-    gradients = 6 * 4 * 256 * 256
+    gradients = 6 * 4 * 512 * 512
     assert peaks[0] - peaks[1] > 0.6 * gradients
     assert foretold[0] - foretold[1] == pytest.approx(peaks[0] - peaks[1], rel=0.01)
     for measured, expected in zip(peaks, foretold, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -96,12 +97,11 @@ def test_gradients_accumulate_and_projectors_stay_meanwhile() -> None:
     train(opt, optimizer, batches[:1])
     weight = opt.subspaces.weights["second.weight"]
     opt(batches[0][0].double(), batches[0][1]).backward()
-    first, fits = weight.variable.grad.clone(), weight.fits
+    first, subspace = weight.variable.grad.clone(), weight.subspace
     opt(batches[1][0].double(), batches[1][1]).backward()
     both = weight.variable.grad.clone()
-    assert weight.fits == fits
+    assert weight.subspace is subspace
     optimizer.zero_grad()
-    opt.subspaces.start_check()
     opt(batches[1][0].double(), batches[1][1]).backward()
     torch.testing.assert_close(both, first + weight.variable.grad)
 
@@ -134,16 +134,154 @@ def test_moments_move_with_the_projectors() -> None:
     assert after.step == before.step == 2
 
 
-def test_a_backward_whose_projectors_have_changed_is_an_error_and_not_a_wrong_gradient() -> None:
-    _, opt, optimizer = made(lsp={"check_every": 1, "threshold": 1e-3})
+def compressed_reference(model: nn.Module, opt: Any, total: Any) -> dict[str, Tensor]:
+    """P'GQ of eager's gradients, with the projectors in force."""
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    total(reference).backward()
+    weights = dict(reference.named_parameters())
+    return {name: w.subspace.compress(weights[name].grad) for name, w in opt.subspaces.weights.items()}
+
+
+@pytest.mark.parametrize("backwards", ["one", "first to last", "last to first", "twice"])
+def test_several_forwards_in_one_step_have_one_subspace(backwards: str) -> None:
+    """Siamese models: whatever is fitted meanwhile comes into force after the step."""
+    model, opt, optimizer = made()
+    (x, labels), (y, others) = [(a.double(), b) for a, b in data(2)]
+    expected = compressed_reference(model, opt, lambda m: m(x, labels) + m(y, others))
+    first = opt(x, labels)
+    second = first if backwards == "twice" else opt(y, others)
+    if backwards == "one":
+        (first + second).backward()
+    elif backwards == "twice":
+        expected = {}
+        first.backward(retain_graph=True)
+        expected = {n: 2 * w.variable.grad for n, w in opt.subspaces.weights.items()}
+        first.backward()
+    else:
+        for loss in (first, second) if backwards == "first to last" else (second, first):
+            loss.backward()
+    for name, w in opt.subspaces.weights.items():
+        torch.testing.assert_close(w.variable.grad, expected[name])
+    optimizer.step()
+    assert all(w.error < 1 and w.next is None for w in opt.subspaces.weights.values())
+
+
+def test_clearing_gradients_on_the_model_clears_compressed_ones() -> None:
+    model, opt, _ = made()
+    x, labels = data(1)[0]
+    clears = [lambda: opt.zero_grad(), lambda: model.zero_grad(), lambda: opt.zero_grad(set_to_none=False)]
+    opt(x.double(), labels).backward()
+    opt.zero_grad()
+    for clear in clears:
+        opt(x.double(), labels).backward()
+        for name, wanted in compressed_reference(model, opt, lambda m: m(x.double(), labels)).items():
+            torch.testing.assert_close(opt.subspaces.weights[name].variable.grad, wanted)
+        clear()
+
+
+def test_a_penalty_on_a_weight_itself_counts() -> None:
+    model, opt, optimizer = made()
+    x, labels = data(1)[0]
     train(opt, optimizer, data(1))
-    (x, labels), (y, others) = data(2)
-    opt.subspaces.start_check()
-    old = opt(x.double(), labels)
-    opt.subspaces._checked_at = -1
-    opt(y.double(), others).backward()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        old.backward()
+    expected = compressed_reference(model, opt, lambda m: m(x.double(), labels) + m.second.weight.square().sum())
+    (opt(x.double(), labels) + model.second.weight.square().sum()).backward()
+    torch.testing.assert_close(optimizer._gradient("second.weight"), expected["second.weight"])
+    optimizer.zero_grad()
+    assert model.second.weight.grad is None
+
+
+def test_a_check_that_saw_no_finite_gradient_is_made_again() -> None:
+    _, opt, optimizer = made()
+    x, labels = data(1)[0]
+    opt(x.double(), labels)  # a forward alone
+    opt(x.double() * math.inf, labels).backward()
+    optimizer.zero_grad()
+    assert all(math.isnan(w.error) for w in opt.subspaces.weights.values())
+    train(opt, optimizer, data(1))
+    assert all(w.error < 1 for w in opt.subspaces.weights.values())
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_errors_do_not_depend_on_the_scale_of_the_loss(scale: float) -> None:
+    _, opt, _ = made(torch.float32)
+    x, labels = data(1)[0]
+    (opt(x, labels) * scale).backward()
+    assert all(0.1 < w.error < 1 for w in opt.subspaces.weights.values())
+
+
+def test_weights_that_no_optimizer_steps_get_no_gradient() -> None:
+    torch.manual_seed(0)
+    model = zoo.MLP(width=16)
+    opt = graphopt.optimize(model, data(1)[0], passes=[Lsp(subspace=5, nonzeros=2, criterion="flops")], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, [model.second.weight], lr=1e-2)
+    before = copy.deepcopy(model.state_dict())
+    train(opt, optimizer, data(2))
+    assert {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == {"second.weight"}
+    assert opt.subspaces.weights["first.weight"].variable.grad is None
+    optimizer.add_param_group({"params": [model.first.weight]})
+    train(opt, optimizer, data(2))
+    assert not torch.equal(model.first.weight, before["first.weight"])
+    assert math.isfinite(opt.subspaces.weights["first.weight"].error)
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    _, opt, optimizer = made()
+    with pytest.raises(InputError, match="copy the model itself"):
+        copy.deepcopy(opt)
+    with pytest.raises(InputError, match="state_dict"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(InputError, match="cannot be pickled"):
+        pickle.dumps(optimizer)
+
+
+def test_selecting_anew_leaves_the_optimizer_alone_and_deselected_weights_where_they_are() -> None:
+    torch.manual_seed(0)
+    model = zoo.MLP(width=16)
+    rewrite = Lsp(subspace=5, nonzeros=2, criterion="flops")
+    opt = graphopt.optimize(model, data(1)[0], budget=0.75, passes=["greentrainer", rewrite], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-2)
+    train(opt, optimizer, data(2))
+    before, steps = copy.deepcopy(model.state_dict()), opt.subspaces.steps
+    opt(*data(1)[0]).backward()
+    opt.reselect(data(1)[0], optimizer)
+    assert opt.subspaces.steps == steps
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_the_report_says_what_is_compressed() -> None:
+    _, opt, optimizer = made()
+    train(opt, optimizer, data(2))
+    assert [w["layer"] for w in opt.report.compressed] == ["second.weight", "first.weight"]
+    assert "second.weight: " in str(opt.report)
+    assert opt.report.left_alone["third.weight"] == "3 x 16 is smaller than subspace=5"
+    assert "lsp: gradients projected" in opt.report.approximations
+
+
+class Sometimes(nn.Module):
+    """A weight whose gradient is a product in some calls, and something else in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, penalty: bool = False) -> Tensor:
+        loss = self.layer(x).square().mean()
+        return loss + self.layer.weight.pow(4).sum() if penalty else loss
+
+
+def test_a_call_that_computes_a_gradient_in_another_way_compresses_it_too() -> None:
+    torch.manual_seed(0)
+    model = Sometimes().double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=4, nonzeros=2, criterion="flops")], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-2)
+    opt(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = compressed_reference(model, opt, lambda m: m(x, True))
+    opt(x, True).backward()
+    torch.testing.assert_close(opt.subspaces.weights["layer.weight"].variable.grad, expected["layer.weight"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -241,8 +379,11 @@ def test_states_of_others_are_refused() -> None:
     _, _, optimizer = made()
     state = optimizer.state_dict()
     _, _, larger = made(lsp={"subspace": 4})
-    with pytest.raises(InputError, match=r"with a subspace of 4, but .* with one of 5"):
+    with pytest.raises(InputError, match=r"has subspace 5 for .*, this model 4"):
         larger.load_state_dict(state)
+    _, _, denser = made(lsp={"nonzeros": 1})
+    with pytest.raises(InputError, match=r"left nonzeros 2 for .*, this model 1"):
+        denser.load_state_dict(state)
     with pytest.raises(InputError, match="no 'subspaces'"):
         optimizer.load_state_dict(optimizer.inner.state_dict())
     weights = {k: v for k, v in state["subspaces"]["weights"].items() if k != "first.weight"}
@@ -255,6 +396,7 @@ def test_states_of_others_are_refused() -> None:
     ("make", "options", "message"),
     [
         (torch.optim.SGD, {}, "SGD is neither"),
+        (type("Own", (torch.optim.AdamW,), {}), {}, "Own is neither"),
         (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True"),
         (torch.optim.AdamW, {"maximize": True}, "maximize=True"),
         (torch.optim.Adam, {"weight_decay": 0.1}, "use torch.optim.AdamW"),
