@@ -39,7 +39,7 @@ def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
 def fake_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A fake tensor of another shape and type, on the same device and of the same mode."""
     with fake_mode_of([tensor]) or contextlib.nullcontext():
-        return torch.empty(*shape, dtype=dtype, device=tensor.device)
+        return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)
 
 
 _KNOWN_VALUES_LIMIT = 2**24
