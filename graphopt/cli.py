@@ -248,6 +248,21 @@ def bench_vcas(
     _give(results, vcas.show, out, as_json)
 
 
+@bench_app.command("lsp")
+def bench_lsp(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
+    cases: Annotated[str, typer.Option(help="Comma-separated cases; all by default.")] = "",
+    chart: Annotated[Path | None, typer.Option(help="Also draw the simulated schedules here (PNG).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compressed gradients against AdamW, ZeRO-Offload's schedule and GaLore."""
+    from graphopt.bench import lsp
+
+    results = lsp.run(cases.split(",") if cases else None, repeats, Console(stderr=True), chart)
+    _give(results, lsp.show, out, as_json)
+
+
 def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
     """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
     text = json.dumps(results, indent=1)
