@@ -45,7 +45,7 @@ def test_a_recurrent_net_peaks_as_the_allocator_says() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "t5-untied", "vit", "lora"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
 def test_the_peak_is_the_allocators(name: str, backend: str) -> None:
     profile = foretold(name, backend, "adamw")
     measured = measured_peak(name, backend, "adamw")
@@ -123,8 +123,9 @@ def test_gradient_accumulation_and_held_outputs_cost_what_they_hold() -> None:
     def peak(**options: object) -> int:
         return graphopt.analyze(model, inputs, backend="aot_eager", **options).memory.peak_bytes  # type: ignore[arg-type]
 
-    assert peak() < peak(accumulation=4) <= peak() + parameters
-    assert peak() <= peak(keep_outputs=True)
+    once = peak()
+    assert once < peak(accumulation=4) <= once + parameters
+    assert once <= peak(keep_outputs=True)
     for backend in ("eager", "aot_eager"):
         profile = graphopt.analyze(model, inputs, backend=backend, accumulation=2).memory  # type: ignore[arg-type]
         assert profile.timeline[0].by_category["gradient"] == parameters
