@@ -268,3 +268,25 @@ def test_a_submodule_with_two_names_keeps_its_tensors() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad)
     for ours, theirs in zip(model.buffers(), twin.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_an_lstm_whose_input_needs_no_gradient_is_traced_as_its_products() -> None:
+    """torch would trace oneDNN's layer, whose backward then fails."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 6, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0].square().mean()
+
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(3, 2, 4)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    opt(x).backward()
+    ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad)

@@ -195,7 +195,7 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     context = getattr(module, "meta", {}).get("tracing_context")
     if context is not None:  # remembers which dimensions are symbols
         stack.enter_context(torch._guards.tracing(context))
-    with _unchanged_tensors(module):
+    with _unchanged_tensors(module), _open_recurrent_layers():
         joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
     metadata = joint._aot_state.fw_metadata
     for info in metadata.input_info:
@@ -217,6 +217,22 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
         guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
         ranges={} if shape_env is None else dict(shape_env.var_to_range),
     )
+
+
+@contextlib.contextmanager
+def _open_recurrent_layers() -> Iterator[None]:
+    """Have an LSTM on the CPU traced as its products.
+
+    Where its input needs no gradient torch would take oneDNN's layer instead, whose backward then lacks its workspace.
+    """
+    from torch._decomp import decompositions
+
+    chosen = decompositions.select_one_layer_lstm_function
+    decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.select_one_layer_lstm_function = chosen
 
 
 @contextlib.contextmanager

@@ -54,7 +54,8 @@ def build(name: str, layers: int) -> TrainingGraph:
         else:
             model = T5ForConditionalGeneration(
                 T5Config(vocab_size=32128, d_model=2048, d_ff=5120, d_kv=64, num_heads=32, num_layers=layers,
-                         num_decoder_layers=layers, feed_forward_proj="gated-gelu", decoder_start_token_id=0, tie_word_embeddings=False, **eager)
+                         num_decoder_layers=layers, feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+                         tie_word_embeddings=False, **eager)
             )  # fmt: skip
             model.lm_head.weight = nn.Parameter(torch.empty(32128, 2048))
         ids = torch.zeros((4, 512), dtype=torch.long)
@@ -69,7 +70,7 @@ def steps(name: str, layers: int) -> tuple[int, int]:
 
 
 def whole(name: str, depth: int) -> tuple[int, int]:
-    """The same for a model of `depth` layers, from two shallow ones: every layer is like the others, so that FLOPs are linear in them."""
+    """The same for a model of `depth` layers, from two shallow ones: FLOPs are linear in equal layers."""
     one, two = steps(name, 1), steps(name, 2)
     paper, exact = (a + (depth - 1) * (b - a) for a, b in zip(one, two, strict=True))
     return paper, exact
