@@ -130,7 +130,8 @@ def corrected(
     seen: Calibration,
     state: SampleRatios,
     norms: Norms,
-    tolerance: float,
+    for_rows: float,
+    for_terms: float,
     step: float = 0.01,
     factor: float = 0.95,
 ) -> SampleRatios:
@@ -139,18 +140,18 @@ def corrected(
     Args:
         seen: measured with `candidate`.
         state: the ratios until now, towards which rows are smoothed.
-        tolerance: tau, for rows and for terms each.
+        for_rows, for_terms: parts of the mini-batch's own variance that rows may add, and terms to each weight's.
     Returns:
         `candidate` itself where all is within the budget.
     """
     preserved, rows = candidate.preserved, candidate.rows
-    while not seen.rows_fit(tolerance) and preserved < 1.0:
+    while not seen.rows_fit(for_rows) and preserved < 1.0:
         preserved = min(1.0, preserved + step)
         rows = _rows(state, norms, preserved)
         if any(bucket(r) > bucket(candidate.rows[n]) for n, r in rows.items()):
             break
     tokens = dict(candidate.tokens)
-    for name in seen.too_few_terms(tolerance):
+    for name in seen.too_few_terms(for_terms):
         before = tokens[name]
         while tokens[name] < 1.0 and bucket(tokens[name]) == bucket(before):
             tokens[name] = min(1.0, tokens[name] / factor)

@@ -22,7 +22,7 @@ from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
-from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer, apply_before_reading
+from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import CompiledStep, MeasuringStep, Variants
 
@@ -166,10 +166,7 @@ class OptimizedModule(nn.Module):
         groups = [p for p in self._model.parameters() if p.requires_grad] if params is None else params
         if self.subspaces is None:
             return make(groups, **options)
-        optimizer = SubspaceOptimizer(self.subspaces, dict(self._model.named_parameters()), make, groups, **options)
-        if optimizer.offload is not None:
-            apply_before_reading(self._model, optimizer)
-        return optimizer
+        return SubspaceOptimizer(self.subspaces, self._model, make, groups, **options)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     from graphopt.runtime.variants import MeasuringStep
 
 BATCHES = 2
-"""M: batches of a calibration, and sampled passes on each."""
+"""M: batches of a calibration; each has an exact pass, and a sampled one for every set of ratios that is measured."""
 
-ATTEMPTS = 4
+ROWS_SHARE = 0.75
+"""Part of the budget that is for rows; the rest is for the terms of weights' gradients, which rarely use theirs up."""
+
+ATTEMPTS = 3
 """Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
 
 ENTRIES, FEWEST_ENTRIES = 0.01, 64
@@ -79,8 +82,8 @@ class _Counts:
 class SamplingController:
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 
-    Half of the budget is for rows (V_act), half for the terms of weights' gradients (V_w). A calibration runs `BATCHES` exact
-    passes of the last batches, proposes lower ratios, and runs `BATCHES` squared sampled passes with them; ratios that would add
+    `ROWS_SHARE` of the budget is for rows (V_act), the rest for the terms of weights' gradients (V_w). A calibration runs
+    `BATCHES` exact passes of the last batches, proposes lower ratios, and runs as many sampled passes with them; ratios that would add
     too much variance are raised and measured again, so that none is ever put in force that was measured above the budget. It uses
     a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the first one,
     training is exact.
@@ -180,7 +183,8 @@ class SamplingController:
 
     def _adapt(self, step: MeasuringStep, batches: Sequence[Any]) -> Calibration:
         """Lower the ratios as far as their measured variance allows; returns what was measured with those it settled on."""
-        probe, half = step.probe, self.tolerance / 2
+        probe = step.probe
+        for_rows, for_terms = ROWS_SHARE * self.tolerance, (1 - ROWS_SHARE) * self.tolerance
         self._calibrations += 1
         exact, norms = self._exact(step, batches)
         fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
@@ -190,7 +194,7 @@ class SamplingController:
             seen = self._sampled(step, batches, exact, candidate.rounded)
             if not seen.comparable:
                 return seen
-            better = corrected(candidate, seen, self.state, norms, half, alpha, beta)
+            better = corrected(candidate, seen, self.state, norms, for_rows, for_terms, alpha, beta)
             if better is candidate:
                 self.state = candidate
                 return seen
@@ -221,12 +225,11 @@ class SamplingController:
         added: list[float] = []
         terms: dict[str, list[float]] = {name: [] for name in probe.tokens}
         for i, batch in enumerate(batches):
-            for _ in range(len(batches)):
-                sampled = self._entries(step, batch, counts, i)
-                added.append(sum(float((sampled[n] - exact[i][n]).square().sum()) for n in sampled))
-                for name in terms:
-                    terms[name].append(float(step.lowered.slots[f"variance {name}"]))
-        self.counts.calibrating += len(batches) ** 2
+            sampled = self._entries(step, batch, counts, i)
+            added.append(sum(float((sampled[n] - exact[i][n]).square().sum()) for n in sampled))
+            for name in terms:
+                terms[name].append(float(step.lowered.slots[f"variance {name}"]))
+        self.counts.calibrating += len(batches)
         own = {}
         for name in exact[0]:
             stacked = torch.stack([g[name] for g in exact])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,98 +11,42 @@ from torch import Tensor, nn
 
 from graphopt.errors import GraphoptError, InputError
 from graphopt.projectors import Subspace, transport
-from graphopt.runtime.offload import Offload
+from graphopt.runtime.host_adam import HostUpdate, Moments, adam_direction
+from graphopt.runtime.offload import Apply, Offload, synchronize_before_reading
 from graphopt.runtime.subspaces import Subspaces
 
 OptimizerType = Callable[..., torch.optim.Optimizer]
-
-
-@dataclass
-class Moments:
-    """Adam's state of one compressed gradient, (s x s) each, on the host."""
-
-    first: Tensor
-    second: Tensor
-    step: int = 0
-
-
-def adam_direction(gradient: Tensor, moments: Moments, betas: tuple[float, float], eps: float) -> tuple[Tensor, Moments]:
-    """Adam's bias-corrected direction m / (sqrt(v) + eps), and the new moments; `moments` stay as they are.
-
-    Source: Kingma and Ba, 2015, Alg. 1, as torch.optim.Adam computes it.
-    """
-    first = moments.first.lerp(gradient, 1 - betas[0])
-    second = (moments.second * betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
-    step = moments.step + 1
-    denominator = (second.sqrt() / math.sqrt(1 - betas[1] ** step)).add_(eps)
-    return (first / (1 - betas[0] ** step)).div_(denominator), Moments(first, second, step)
-
-
-@dataclass(frozen=True)
-class _Update:
-    """What a step will do to one weight once every host update has succeeded.
-
-    Attributes:
-        direction: u, on the host.
-        moments: to be in force afterwards.
-        options: betas and eps that it was computed with.
-    """
-
-    direction: Tensor
-    moments: Moments
-    options: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Application:
-    """How an update is added to its weight: learning rate and weight decay as they were at the step."""
-
-    rate: float
-    decay: float
-
-
-def apply_before_reading(model: nn.Module, optimizer: SubspaceOptimizer) -> None:
-    """Have a model's own forward and `state_dict` wait for updates that would be applied in the next compiled step."""
-    own = weakref.ref(optimizer)
-
-    def synchronize(*_: Any) -> None:
-        living = own()
-        if living is not None:
-            living.synchronize()
-
-    model.register_forward_pre_hook(synchronize)
-    model.register_state_dict_pre_hook(synchronize)
 
 
 class SubspaceOptimizer(torch.optim.Optimizer):
     """Steps compressed weights in their subspaces, and all others with an ordinary optimizer.
 
     `param_groups` hold, in place of each compressed weight W, its variable D (s x s): schedulers, gradient scalers, `zero_grad`
-    and clipping of `parameters()` see compressed gradients as ordinary ones. A step adds -lr P u Q' to W, where u is Adam's
-    direction; weight decay is decoupled and acts on W itself. Moments are float32 (float64 for float64 weights).
+    and clipping of `parameters()` see compressed gradients as ordinary ones. What reaches W itself (a penalty on it, or the model
+    in eval mode) is compressed and added to D's gradient. A step adds -lr P u Q' to W, where u is Adam's direction; weight decay
+    is decoupled and acts on W itself. Moments are float32 (float64 for float64 weights).
 
     Attributes:
         skipped: steps that were left out, by weight, because its gradient was not finite.
     """
 
-    def __init__(
-        self, subspaces: Subspaces, weights: Mapping[str, Tensor], make: OptimizerType, groups: Any, **options: Any
-    ) -> None:
+    def __init__(self, subspaces: Subspaces, model: nn.Module, make: OptimizerType, groups: Any, **options: Any) -> None:
         """Set up an optimizer; `OptimizedModule.make_optimizer` does it.
 
         Args:
-            weights: the model's parameters by name.
+            model: whose weights are compressed.
             make: `torch.optim.Adam` or `torch.optim.AdamW`.
             groups: parameters, or dicts with "params" as torch.optim takes them.
             options: for `make`.
         Raises:
             InputError: an optimizer whose update is not Adam's, or an option of it that the host update lacks.
         """
+        weights = dict(model.named_parameters(remove_duplicate=False))
         self.subspaces = subspaces
         self.skipped: dict[str, int] = {}
-        variables = {id(weights[name]): w.variable for name, w in subspaces.weights.items()}
-        self._names = {id(w.variable): name for name, w in subspaces.weights.items()}
         self._weights = {name: weights[name] for name in subspaces.weights}
+        self._names = {id(w.variable): name for name, w in subspaces.weights.items()}
+        variables = {id(self._weights[name]): w.variable for name, w in subspaces.weights.items()}
         self.inner = make([_with_variables(group, variables) for group in _as_groups(groups)], **options)
         self._check_options()
         super().__init__([{"params": list(g["params"])} for g in self.inner.param_groups], dict(self.inner.defaults))
@@ -114,58 +56,24 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             zeros = torch.zeros(w.variable.shape, dtype=w.variable.dtype)
             self.moments[name] = Moments(zeros, zeros.clone())
         self._variables = variables
-        stepped = {id(p) for p in self.parameters()}
-        subspaces.claim({n for n, w in subspaces.weights.items() if id(w.variable) in stepped}, self._transport)
-        self.offload = self._offload(subspaces) if subspaces.offload is not None else None
+        subspaces.claim(self._stepped(), self._transport)
+        self.offload: Offload | None = None
+        handles = [w.register_post_accumulate_grad_hook(_Direct(subspaces, name)) for name, w in self._weights.items()]
+        if subspaces.offload is not None:
+            own, order = weakref.ref(self), list(subspaces.names)[::-1]
+            updates_in_backward = subspaces.rewrite.schedule == "layerwise"
+            self.offload = Offload(
+                {n: self._weights[n] for n in order}, lambda *a: _living(own).host_update(*a), updates_in_backward
+            )
+            subspaces.take_offload(self.offload, self._stepped())
+            handles += synchronize_before_reading(model, self.offload)
+        weakref.finalize(self, _end, handles, self.offload)
 
     def __deepcopy__(self, memo: Any) -> SubspaceOptimizer:
         raise InputError("this optimizer belongs to one model: use state_dict(), and make_optimizer() of the other model.")
 
     def __getstate__(self) -> dict[str, Any]:
         raise InputError("this optimizer cannot be pickled: save its state_dict().")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of torch optimizers: compressed weights may be among the parameters."""
-        if not hasattr(self, "_variables"):
-            super().add_param_group(param_group)
-            return
-        self.inner.add_param_group(_with_variables(param_group, self._variables))
-        self._check_options()
-        stepped = {id(p) for p in self.parameters()}
-        names = {n for n, w in self.subspaces.weights.items() if id(w.variable) in stepped}
-        self.subspaces.claim(names, self._transport)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of torch optimizers, for compressed gradients, too."""
-        super().zero_grad(set_to_none)
-        for name in self._stepped():
-            self._weights[name].grad = None
-
-    def _stepped(self) -> dict[str, dict[str, Any]]:
-        """The compressed weights that this optimizer steps, and the group of each."""
-        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"] if id(p) in self._names}
-
-    def _offload(self, subspaces: Subspaces) -> Offload:
-        """The schedule beside the device; the other way round, nothing here keeps the optimizer alive."""
-        own = weakref.ref(self)
-
-        def update(name: str, gradient: Tensor) -> _Update | None:
-            return _living(own).host_update(name, gradient)
-
-        def apply(name: str, sent: tuple[_Application, Tensor], weight: Tensor) -> None:
-            _living(own).apply(name, *sent, weight)
-
-        device = next(iter(subspaces.weights.values())).variable.device
-        offload = Offload(subspaces.names[::-1], device, update, apply, subspaces.rewrite.schedule == "layerwise")
-        subspaces.produced, subspaces.needed = offload.produced, offload.needed
-
-        def synchronize() -> None:
-            optimizer = own()
-            if optimizer is not None:
-                optimizer.synchronize()
-
-        subspaces.synchronize = synchronize
-        return offload
 
     def _check_options(self) -> None:
         if type(self.inner) not in (torch.optim.Adam, torch.optim.AdamW):
@@ -183,9 +91,24 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             if group["weight_decay"] and not decoupled:
                 raise InputError("Adam adds weight_decay to gradients, which are compressed here: use torch.optim.AdamW.")
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch optimizers: compressed weights may be among the parameters."""
+        if not hasattr(self, "_variables"):  # while the base class is set up
+            super().add_param_group(param_group)
+            return
+        self.inner.add_param_group(_with_variables(param_group, self._variables))
+        self._check_options()
+        self.subspaces.claim(self._stepped(), self._transport)
+        if self.offload is not None:
+            self.subspaces.take_offload(self.offload, self._stepped())
+
     def parameters(self) -> list[nn.Parameter]:
         """Everything that this optimizer steps, for `torch.nn.utils.clip_grad_norm_`."""
         return [p for group in self.param_groups for p in group["params"]]
+
+    def _stepped(self) -> dict[str, dict[str, Any]]:
+        """The compressed weights that this optimizer steps, and the group of each."""
+        return {self._names[id(p)]: group for group in self.param_groups for p in group["params"] if id(p) in self._names}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -199,49 +122,43 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.synchronize()
-        gradients = {}
-        for name in self._stepped():
-            gradient = self._gradient(name)
-            if gradient is not None:
-                gradients[name] = gradient
+        stepped = self._stepped()
+        gradients = {n: g for n in stepped if (g := self.subspaces.weights[n].variable.grad) is not None}
         updates = self._host_updates(gradients)
         self._step_others()
         for name, update in updates.items():
             if update is None:
                 self.skipped[name] = self.skipped.get(name, 0) + 1
+                continue
+            self.moments[name] = update.moments
+            apply = self._application(name, stepped[name])
+            if self.offload is not None:
+                self.offload.commit(name, update.direction, apply)
             else:
-                self._commit(name, update)
+                apply(update.direction.to(self._weights[name].device), self._weights[name])
         if self.subspaces.rewrite.schedule != "layerwise":
             self.synchronize()
-        self.subspaces.after_step()
+        self.subspaces.after_step(stepped)
         return loss
-
-    def _gradient(self, name: str) -> Tensor | None:
-        """The compressed gradient of a weight, with that of what the model's own forward or a penalty gave the weight itself."""
-        compressed, direct = self.subspaces.weights[name], self._weights[name].grad
-        gradient = compressed.variable.grad
-        if direct is None:
-            return gradient
-        more = compressed.subspace.compress(direct.to(compressed.variable.dtype))
-        return more if gradient is None else gradient + more
 
     def synchronize(self) -> None:
         """Apply every update that still waits for the next forward (with `Lsp(schedule="layerwise")`).
 
-        The model's own forward and `state_dict` do so; whoever reads its weights in another way calls this before.
+        The forward, `state_dict` and `load_state_dict` of every module that holds compressed weights do so; whoever reads or
+        changes its weights in another way calls this before.
         """
         if self.offload is not None:
-            with torch.no_grad():
-                for name in list(self.offload.pending):
-                    self.offload.needed(name, self._weights[name])
+            self.offload.synchronize()
 
-    def _host_updates(self, gradients: dict[str, Tensor]) -> dict[str, _Update | None]:
+    def _host_updates(self, gradients: dict[str, Tensor]) -> dict[str, HostUpdate | None]:
         """Host updates of all compressed gradients, None where one is not finite; nothing is changed yet."""
         if self.offload is not None:
-            found = self.offload.results(gradients)
-            changed = [n for n, u in found.items() if u is not None and u.options != self._options(n)]
-            for name in changed:  # somebody changed betas between backward and step
-                found[name] = self.host_update(name, gradients[name].to("cpu"))
+            found: dict[str, HostUpdate | None] = self.offload.results(gradients)
+            for name, update in found.items():  # moments or betas may have changed between backward and step
+                if update is not None and (
+                    update.before[0] is not self.moments[name] or update.before[1:] != self._options(name)
+                ):
+                    found[name] = self.host_update(name, gradients[name].to("cpu"))
             return found
         updates = {}
         for name, gradient in gradients.items():
@@ -251,27 +168,33 @@ class SubspaceOptimizer(torch.optim.Optimizer):
                 raise GraphoptError(f"the update of {name} on the host failed, and no weight was changed: {error}") from error
         return updates
 
+    def _outdated(self, name: str, update: HostUpdate) -> bool:
+        """Whether moments or options have changed between the backward and the step."""
+        return update.before[0] is not self.moments[name] or update.before[1:] != self._options(name)
+
     def _options(self, name: str) -> tuple[Any, ...]:
         group = self._stepped()[name]
         return tuple(float(beta) for beta in group["betas"]), float(group["eps"])
 
     @torch.no_grad()
-    def host_update(self, name: str, gradient: Tensor) -> _Update | None:
+    def host_update(self, name: str, gradient: Tensor) -> HostUpdate | None:
         """Adam's direction from a compressed gradient on the host; None if that is not finite."""
         if not bool(torch.isfinite(gradient).all()):
             return None
-        options = self._options(name)
-        return _Update(*adam_direction(gradient, self.moments[name], *options), options)
+        moments, (betas, eps) = self.moments[name], self._options(name)
+        return HostUpdate(*adam_direction(gradient, moments, betas, eps), (moments, betas, eps))
 
-    def _commit(self, name: str, update: _Update) -> None:
-        group = self._stepped()[name]
-        application = _Application(float(group["lr"]), float(group["weight_decay"]))
-        self.moments[name] = update.moments
-        if self.offload is not None:
-            self.offload.commit(name, application, update.direction)
-        else:
-            weight = self._weights[name]
-            self.apply(name, application, update.direction.to(weight.device), weight)
+    def _application(self, name: str, group: Mapping[str, Any]) -> Apply:
+        """W <- (1 - lr * decay) W - lr P u Q', in place, with everything as it is at this step."""
+        subspace, rate, decay = self.subspaces.weights[name].subspace, float(group["lr"]), float(group["weight_decay"])
+
+        def apply(direction: Tensor, weight: Tensor) -> None:
+            change = subspace.decompress(direction).to(weight.dtype)  # before anything is changed: it needs memory
+            if decay:
+                weight.mul_(1 - rate * decay)
+            weight.add_(change, alpha=-rate)
+
+        return apply
 
     def _step_others(self) -> None:
         """Step the ordinary parameters with the optimizer that the user chose."""
@@ -283,14 +206,6 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         finally:
             for variable, gradient in held:
                 variable.grad = gradient
-
-    @torch.no_grad()
-    def apply(self, name: str, application: _Application, direction: Tensor, weight: Tensor) -> None:
-        """W <- (1 - lr * decay) W - lr P u Q', in place, on the device."""
-        if application.decay:
-            weight.mul_(1 - application.rate * application.decay)
-        change = self.subspaces.weights[name].subspace.decompress(direction)
-        weight.add_(change.to(weight.dtype), alpha=-application.rate)
 
     def _transport(self, name: str, old: Subspace, new: Subspace) -> None:
         """Carry moments over to new projectors; where that is not finite, they start anew."""
@@ -318,12 +233,46 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             raise InputError("this is not the state of an optimizer with compressed gradients: it has no 'subspaces'.")
         self.subspaces.check_state(state_dict["subspaces"])
         self.synchronize()
+        if self.offload is not None:
+            self.offload.forget_started()
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("subspaces", "moments")})
         self.param_groups = self.inner.param_groups
         self.subspaces.load(state_dict["subspaces"])
         for name, entry in state_dict["moments"].items():
             like = self.moments[name].first
             self.moments[name] = Moments(entry["first"].to(like, copy=True), entry["second"].to(like, copy=True), entry["step"])
+
+
+class _Direct:
+    """A hook on a compressed weight: a gradient that reaches the weight itself is compressed, and added to its variable's."""
+
+    def __init__(self, subspaces: Subspaces | None = None, name: str = "") -> None:
+        self.subspaces = None if subspaces is None else weakref.ref(subspaces)
+        self.name = name
+
+    @torch.no_grad()
+    def __call__(self, weight: Tensor) -> None:
+        subspaces = None if self.subspaces is None else self.subspaces()
+        if subspaces is None or weight.grad is None:
+            return
+        compressed = subspaces.weights[self.name]
+        if not compressed.variable.requires_grad:
+            return
+        more = compressed.subspace.compress(weight.grad.to(compressed.variable.dtype)).contiguous()
+        before = compressed.variable.grad
+        compressed.variable.grad = more if before is None else before + more
+        weight.grad = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Direct, ()
+
+
+def _end(handles: list[Any], offload: Offload | None) -> None:
+    """The optimizer is gone: finish its updates, and leave the model as it was."""
+    if offload is not None:
+        offload.synchronize()
+    for handle in handles:
+        handle.remove()
 
 
 def _living(reference: weakref.ref[SubspaceOptimizer]) -> SubspaceOptimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
 from graphopt.passes.lsp import Lsp, given_inputs
 from graphopt.projectors import Projector, Subspace, Whole, draw_subspace, fit
+from graphopt.runtime.offload import Offload
 
 Changed = Callable[[str, Subspace, Subspace], None]
 """Told the name of a weight, its old subspace and its new one."""
@@ -68,8 +69,7 @@ class Subspaces:
     Attributes:
         steps: of the optimizer.
         forwards: of the model since its last step.
-        produced, needed: told of a compressed gradient in the middle of a backward, and of a weight in the middle of a forward.
-        synchronize: finishes updates that wait for the next forward.
+        offloads: by weight, what is told of its compressed gradient in the middle of a backward, and of its use in a forward.
     """
 
     def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor]) -> None:
@@ -95,9 +95,8 @@ class Subspaces:
             self.weights[name] = CompressedWeight(name, shape, variable, self._drawn(shape, weight.device, exact))
             self.weights[name].install(self.weights[name].subspace)
         self.names = tuple(self.weights)
-        self.produced: Callable[[str, Tensor], None] | None = None
-        self.needed: Callable[[str, Tensor], None] | None = None
-        self.synchronize: Callable[[], None] = lambda: None
+        self.offloads: dict[str, Offload] = {}
+        self._stepped: set[str] = set()
         self.receiver = new_receiver(self._check)
         self.offload = None if rewrite.schedule == "sequential" else (new_receiver(self._produced), new_receiver(self._needed))
 
@@ -125,13 +124,21 @@ class Subspaces:
         """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
         return self.rewrite.schedule != "zero" and self.steps // self.rewrite.check_every != self._checked_at
 
-    def after_step(self) -> None:
-        """The optimizer has made a step: gradients have done their duty, and projectors fitted meanwhile come into force."""
-        self.steps += 1
-        self.forwards = 0
-        for compressed in self.weights.values():
+    def after_step(self, names: Iterable[str]) -> None:
+        """An optimizer has stepped some weights: projectors that were fitted for them meanwhile come into force.
+
+        With several optimizers, a step is over when each has made its own.
+        """
+        names = set(names)
+        for name in names:
+            compressed = self.weights[name]
             if compressed.next is not None:
                 compressed.replace(compressed.next)
+        over = names & self._stepped or self._stepped | names >= {n for n, w in self.weights.items() if w.changed is not None}
+        self._stepped = set() if over else self._stepped | names
+        if over:
+            self.steps += 1
+            self.forwards = 0
 
     def _check(self, site: int, gradient: Tensor) -> Tensor:
         """Take the full gradient of a weight in a checking step, fit projectors that represent it badly, and compress it.
@@ -164,13 +171,25 @@ class Subspaces:
 
     def _produced(self, site: int, gradient: Tensor) -> None:
         """A compressed gradient has been computed, in the middle of a backward."""
-        if self.produced is not None:
-            self.produced(self.names[site], gradient)
+        name = self.names[site]
+        if name in self.offloads:
+            self.offloads[name].produced(name, gradient)
 
     def _needed(self, site: int, weight: Tensor) -> None:
         """A weight is about to be read, in the middle of a forward."""
-        if self.needed is not None:
-            self.needed(self.names[site], weight)
+        name = self.names[site]
+        if name in self.offloads:
+            self.offloads[name].needed(name, weight)
+
+    def synchronize(self) -> None:
+        """Finish every update that waits for the next forward."""
+        for offload in set(self.offloads.values()):
+            offload.synchronize()
+
+    def take_offload(self, offload: Offload, names: Iterable[str]) -> None:
+        """Have `offload` told of some weights, in place of what was until now."""
+        self.synchronize()
+        self.offloads |= dict.fromkeys(names, offload)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint needs."""
@@ -230,7 +249,7 @@ class Subspaces:
             if name in self.weights:
                 self.weights[name].variable.grad = None
 
-    def claim(self, names: set[str], changed: Changed) -> None:
+    def claim(self, names: Collection[str], changed: Changed) -> None:
         """An optimizer takes over weights; those that none has taken get no gradient.
 
         Raises:

@@ -1,85 +1,100 @@
-"""Copies between the device and the host, beside what the device computes.
+"""Copies between devices and the host, beside what the devices compute.
 
-On CUDA, copies run on streams of their own through pinned buffers, and every hand-over is an event:
+On CUDA, copies run on streams of their own, in threads that may wait:
 
-* a copy out waits for the event that the producer's stream has recorded, so that it never starts before the write is done;
-* a pinned buffer is written again only after the copy that reads it has ended;
-* memory that a copy reads or writes is recorded on its stream, so that the allocator does not give it away.
+* a copy out begins when the event that the producer's stream recorded has come, so that it never reads what is not yet written;
+* every copy has pinned memory of its own, which PyTorch's allocator gives to another only when the copies that use it have ended;
+* memory of the device that a copy reads or writes is recorded on its stream, so that the allocator does not give it away.
 
 Where the device is the host, copies are copies.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-@dataclass
-class _Buffers:
-    """Pinned memory of one site, and the event after which `back` may be written again."""
-
-    out: Tensor
-    back: Tensor
-    read: Any = None
-
-
 class Transfer:
-    """Copies of every site between one device and the host."""
+    """Copies to and from the host, for any number of devices."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
-        self.device = device
-        self.buffers: dict[str, _Buffers] = {}
-        if self.cuda:
-            self.out_stream, self.in_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, str], Any] = {}
 
     def stage(self, value: Tensor) -> tuple[Tensor, Any]:
         """A copy of `value` that nothing else writes to, and the event after which it is there; on the producer's stream."""
         staged = value.detach().clone()
-        return staged, torch.cuda.current_stream(self.device).record_event() if self.cuda else None
+        return staged, torch.cuda.current_stream(value.device).record_event() if value.is_cuda else None
 
-    def to_host(self, name: str, staged: Tensor, written: Any) -> Tensor:
-        """Copy out; returns when the copy has ended."""
-        if not self.cuda:
+    def wait(self, written: Any) -> None:
+        """Wait for an event of `stage`."""
+        if written is not None:
+            written.synchronize()
+
+    def to_host(self, staged: Tensor) -> Tensor:
+        """Copy out what has been written; returns when the copy has ended."""
+        if not staged.is_cuda:
             return staged
-        buffers = self._of(name, staged)
-        with torch.cuda.stream(self.out_stream):
-            self.out_stream.wait_event(written)
-            staged.record_stream(self.out_stream)
-            buffers.out.copy_(staged, non_blocking=True)
-            ended = self.out_stream.record_event()
+        stream = self._stream(staged.device, "out")
+        copy = torch.empty(staged.shape, dtype=staged.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            staged.record_stream(stream)
+            copy.copy_(staged, non_blocking=True)
+            ended = stream.record_event()
         ended.synchronize()
-        return buffers.out
+        return copy
 
-    def to_device(self, name: str, value: Tensor) -> Callable[[], Tensor]:
+    def to_device(self, value: Tensor, device: torch.device) -> Callable[[], Tensor]:
         """Start to copy in; returns a function that has the current stream wait and gives the copy."""
-        if not self.cuda:
-            return lambda: value
-        buffers = self._of(name, value)
-        if buffers.read is not None:
-            buffers.read.synchronize()
-        buffers.back.copy_(value)
-        with torch.cuda.stream(self.in_stream):
-            copy = buffers.back.to(self.device, non_blocking=True)
-            buffers.read = self.in_stream.record_event()
-        arrived = buffers.read
+        if device.type != "cuda":
+            return lambda: value.to(device)
+        stream = self._stream(device, "in")
+        pinned = value.pin_memory()
+        with torch.cuda.stream(stream):
+            copy = pinned.to(device, non_blocking=True)
+            arrived = stream.record_event()
 
         def received() -> Tensor:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(arrived)
-            copy.record_stream(stream)
+            current = torch.cuda.current_stream(device)
+            current.wait_event(arrived)
+            copy.record_stream(current)
             return copy
 
         return received
 
-    def _of(self, name: str, like: Tensor) -> _Buffers:
-        found = self.buffers.get(name)
-        if found is None:
-            pinned = (torch.empty(like.shape, dtype=like.dtype, pin_memory=True) for _ in range(2))
-            found = self.buffers[name] = _Buffers(*pinned)
-        return found
+    def _stream(self, device: torch.device, direction: str) -> Any:
+        if (device, direction) not in self._streams:
+            self._streams[device, direction] = torch.cuda.Stream(device)
+        return self._streams[device, direction]
+
+
+class Span:
+    """Time between two moments of the device's work."""
+
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._cuda = False
+
+    def mark(self, tensor: Tensor) -> None:
+        """Note that `tensor` has been computed."""
+        if tensor.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(tensor.device))
+            self._cuda = True
+            self._events = [*self._events[:1], event]
+        else:
+            self._events = [*self._events[:1], time.perf_counter()]
+
+    def seconds(self) -> float:
+        """From the first moment to the last."""
+        if len(self._events) < 2:
+            return 0.0
+        first, last = self._events
+        if self._cuda:
+            last.synchronize()
+            return float(first.elapsed_time(last)) / 1e3
+        return float(last - first)

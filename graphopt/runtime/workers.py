@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+
+_LAST_WAIT = 10.0
+"""Seconds that the end of the process waits for a task under way."""
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 @dataclass
@@ -30,12 +37,22 @@ class Worker:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
+        _workers.add(self)
 
-    def close(self) -> None:
-        """Let the thread end once nothing waits."""
+    def close(self, drop: bool = False) -> None:
+        """Let the thread end once nothing waits; with `drop`, what waits is cancelled."""
         with self._changed:
             self._closed = True
+            if drop:
+                for task in self._waiting:
+                    task.future.cancel()
+                self._waiting.clear()
             self._changed.notify()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread to end."""
+        if self._thread is not None:
+            self._thread.join(timeout)
 
     def submit(self, site: Any, call: Callable[[], Any]) -> Future[Any]:
         """Run `call` when its turn comes.
@@ -45,10 +62,12 @@ class Worker:
         """
         future: Future[Any] = Future()
         with self._changed:
+            if self._thread is None or not self._thread.is_alive():  # a forked process has no threads of its parent's
+                self._closed = False
+                thread = threading.Thread(target=self._run, name=f"graphopt {self.name}", daemon=True)
+                thread.start()
+                self._thread = thread
             self._waiting.append(_Task(site, call, future))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"graphopt {self.name}", daemon=True)
-                self._thread.start()
             self._changed.notify()
         return future
 
@@ -57,18 +76,21 @@ class Worker:
         after: Future[Any] = Future()
 
         def pass_on(done: Future[Any]) -> None:
-            error = done.exception()
+            error = _error(done)
             if error is not None:
                 after.set_exception(error)
             else:
                 after.set_result(done.result())
 
         def go_on(done: Future[Any]) -> None:
-            error = done.exception()
+            error = _error(done)
+            try:
+                if error is None:
+                    self.submit(site, lambda: call(done.result())).add_done_callback(pass_on)
+            except BaseException as failed:
+                error = failed
             if error is not None:
                 after.set_exception(error)
-            else:
-                self.submit(site, lambda: call(done.result())).add_done_callback(pass_on)
 
         before.add_done_callback(go_on)
         return after
@@ -92,3 +114,18 @@ class Worker:
             else:
                 task.future.set_result(result)
             del task
+
+
+def _error(done: Future[Any]) -> BaseException | None:
+    if done.cancelled():
+        return RuntimeError("the task was cancelled")
+    return done.exception()
+
+
+@atexit.register
+def _end_all() -> None:
+    """No thread may be inside an operator when the interpreter ends."""
+    for worker in list(_workers):
+        worker.close(drop=True)
+    for worker in list(_workers):
+        worker.join(_LAST_WAIT)

@@ -65,7 +65,7 @@ def test_within_the_budget_a_proposal_stands() -> None:
     norms = chain(torch.arange(1.0, 9.0))
     state = SampleRatios(0.8, {"b0": 0.75}, {"w": 0.5})
     candidate = proposed(state, norms, ["w"])
-    assert corrected(candidate, seen(0.025, 0.025), state, norms, 0.025) is candidate
+    assert corrected(candidate, seen(0.025, 0.025), state, norms, 0.025, 0.025) is candidate
 
 
 @pytest.mark.parametrize("much", [1.0, math.inf, math.nan])
@@ -74,10 +74,10 @@ def test_too_much_variance_raises_what_adds_it_and_nothing_else(much: float) -> 
     norms = chain(torch.arange(1.0, 9.0))
     state = SampleRatios(0.6, {"b0": 0.5}, {"w": 0.5})
     candidate = proposed(state, norms, ["w"])
-    rows = corrected(candidate, seen(much, 0.0), state, norms, 0.025)
+    rows = corrected(candidate, seen(much, 0.0), state, norms, 0.025, 0.025)
     assert rows.rounded.rows["b0"] > candidate.rounded.rows["b0"]
     assert rows.tokens == candidate.tokens
-    terms = corrected(candidate, seen(0.0, much), state, norms, 0.025)
+    terms = corrected(candidate, seen(0.0, much), state, norms, 0.025, 0.025)
     assert terms.rounded.tokens["w"] == candidate.rounded.tokens["w"] + 1 / 8
     assert terms.rows == candidate.rows
     assert terms.preserved == candidate.preserved
@@ -89,7 +89,7 @@ def test_state_stays_in_its_range_and_corrections_end_with_every_row(too_much: l
     for big in too_much:
         candidate = proposed(state, norms, ["w"], fewest=0.1)
         for _ in range(40):
-            better = corrected(candidate, seen(9.0 if big else 0.0, 9.0 if big else 0.0), state, norms, 0.025)
+            better = corrected(candidate, seen(9.0 if big else 0.0, 9.0 if big else 0.0), state, norms, 0.025, 0.025)
             if better is candidate:
                 break
             candidate = better

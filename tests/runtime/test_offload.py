@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
+import pickle
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -127,7 +132,7 @@ def test_under_inductor_nothing_is_dropped_or_reordered() -> None:
         model, opt, optimizer = made(schedule, "inductor")
         if optimizer.offload is not None:
             produced = optimizer.offload.produced
-            opt.subspaces.produced = lambda name, g, produced=produced: (orders.append(name), produced(name, g))
+            optimizer.offload.produced = lambda name, g, produced=produced: (orders.append(name), produced(name, g))
         train(opt, optimizer, range(4))
         losses.append(float(opt(*batch(9))))
     assert losses[0] == losses[1]
@@ -139,21 +144,21 @@ def test_a_weight_waits_for_its_own_update_alone() -> None:
     model, opt, optimizer = made("layerwise")
     train(opt, optimizer, range(2))
     seen = []
-    apply = optimizer.offload.apply
-    optimizer.offload.apply = lambda name, *rest: (seen.append(name), apply(name, *rest))
+    apply = optimizer.offload._apply
+    optimizer.offload._apply = lambda name, *rest: (seen.append(name), apply(name, *rest))
     assert set(optimizer.offload.pending) == set(opt.subspaces.weights)
     blocked = threading.Event()
     last = "layers.6.weight"
-    application, sent = optimizer.offload.pending[last]
+    waiting = optimizer.offload.pending[last]
     late: Future[Any] = Future()
-    optimizer.offload.pending[last] = (application, late)
+    optimizer.offload.pending[last] = dataclasses.replace(waiting, sent=late)
     thread = threading.Thread(target=lambda: (opt(*batch(2)), blocked.set()))
     thread.start()
     while len(seen) < 6:
         time.sleep(0.001)
     assert seen == [f"layers.{i}.weight" for i in range(6)]
     assert not blocked.is_set()
-    late.set_result(sent.result())
+    late.set_result(waiting.sent.result())
     thread.join(10)
     assert seen[-1] == last
     assert blocked.is_set()
@@ -173,6 +178,152 @@ def test_what_reads_the_weights_otherwise_sees_the_updates(expected: dict[int, d
     reference.load_state_dict(expected[3])
     with torch.no_grad():
         assert torch.equal(opt(*batch(7)), reference(*batch(7)))
+
+
+def reference_after(steps: int) -> dict[str, Tensor]:
+    model, opt, optimizer = made("sequential")
+    train(opt, optimizer, range(steps))
+    return copy.deepcopy(model.state_dict())
+
+
+def test_modules_inside_wait_too_and_copies_and_pickles_are_free_of_hooks(expected: dict[int, dict[str, Tensor]]) -> None:
+    model, opt, optimizer = made("layerwise")
+    train(opt, optimizer, range(2))
+    state = model.layers.state_dict()  # type: ignore[union-attr]
+    assert all(torch.equal(v, expected[1]["layers." + k]) for k, v in state.items())
+    train(opt, optimizer, range(2, 3))
+    x = batch(5)[0]
+    wanted = nn.functional.linear(x, expected[2]["layers.3.weight"], expected[2]["layers.3.bias"])
+    assert torch.equal(model.layers[3](x), wanted)  # type: ignore[index]
+    assert same(pickle.loads(pickle.dumps(model)), expected[2])
+    assert same(copy.deepcopy(model), expected[2])
+
+
+def test_a_new_shape_is_captured_while_updates_wait(expected: dict[int, dict[str, Tensor]]) -> None:
+    model, opt, optimizer = made("layerwise")
+    train(opt, optimizer, range(2))
+    assert optimizer.offload.pending
+    x, labels = batch(2)
+    opt(x[:1], labels[:1])  # a batch of 1 has a capture of its own
+    assert same(model, expected[1])
+
+
+def test_the_last_updates_survive_the_optimizer(expected: dict[int, dict[str, Tensor]]) -> None:
+    model, opt, optimizer = made("layerwise")
+    train(opt, optimizer, range(2))
+    del opt, optimizer
+    gc.collect()
+    assert same(model, expected[1])
+
+
+def test_restored_weights_are_not_updated_once_more(expected: dict[int, dict[str, Tensor]]) -> None:
+    model, opt, optimizer = made("layerwise")
+    train(opt, optimizer, range(3))
+    model.load_state_dict(expected[0])
+    assert not optimizer.offload.pending
+    opt(*batch(4))
+    assert same(model, expected[0])
+
+
+def test_projectors_that_change_meanwhile_do_not_touch_updates_under_way() -> None:
+    results = []
+    for schedule in ("sequential", "layerwise"):
+        model, opt, optimizer = made(schedule)
+        (opt(*batch(0)) + opt(*batch(1))).backward()  # fitted, and in force after the step
+        optimizer.step()
+        optimizer.zero_grad()
+        train(opt, optimizer, range(2, 4))
+        results.append(copy.deepcopy(model.state_dict()))
+    assert all(torch.equal(v, results[1][k]) for k, v in results[0].items())
+
+
+def test_another_optimizer_takes_over_from_the_first(expected: dict[int, dict[str, Tensor]]) -> None:
+    model, opt, optimizer = made("layerwise")
+    train(opt, optimizer, range(2))
+    second = opt.make_optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    assert same(model, expected[1])
+    second.load_state_dict(optimizer.state_dict())
+    train(opt, second, range(2, 4))
+    assert same(model, expected[3])
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+def test_two_optimizers_share_the_weights(schedule: str) -> None:
+    model, opt, _ = made(schedule)
+    del _
+    gc.collect()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    halves = [opt.make_optimizer(torch.optim.AdamW, half, lr=1e-2) for half in (matrices[:3], matrices[3:])]
+    whole, other, one = made("sequential")
+    one = other.make_optimizer(torch.optim.AdamW, [p for p in whole.parameters() if p.dim() == 2], lr=1e-2)
+    for i in range(7):
+        opt(*batch(i)).backward()
+        other(*batch(i)).backward()
+        for optimizer in (*halves, one):
+            optimizer.step()
+        for optimizer in (*halves, one):
+            optimizer.zero_grad()
+    assert opt.subspaces.steps == other.subspaces.steps == 7
+    assert same(model, whole.state_dict())
+
+
+def test_a_state_loaded_between_backward_and_step_is_what_the_step_goes_on_from() -> None:
+    results = []
+    for schedule in ("sequential", "layerwise"):
+        model, opt, optimizer = made(schedule)
+        train(opt, optimizer, range(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        train(opt, optimizer, range(2, 4))
+        opt(*batch(4)).backward()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        results.append(copy.deepcopy(model.state_dict()))
+    assert all(torch.equal(v, results[1][k]) for k, v in results[0].items())
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "zero"])
+def test_a_copy_that_fails_is_made_again(schedule: str) -> None:
+    results = []
+    for failing in (False, True):
+        model, opt, optimizer = made(schedule)
+        transfer = optimizer.offload.transfer
+        send = transfer.to_device
+        calls = []
+
+        def once(*args: Any, calls: list[int] = calls, send: Any = send, failing: bool = failing) -> Any:
+            calls.append(1)
+            if failing and len(calls) == 3:
+                raise MemoryError("no room")
+            return send(*args)
+
+        transfer.to_device = once
+        train(opt, optimizer, range(3))
+        results.append(copy.deepcopy(model.state_dict()))
+    assert all(torch.equal(v, results[1][k]) for k, v in results[0].items())
+
+
+def test_penalties_on_weights_are_scaled_and_clipped_with_the_rest() -> None:
+    model, opt, optimizer = made("layerwise")
+    weight = opt.subspaces.weights["layers.2.weight"]
+    train(opt, optimizer, range(1))
+    (opt(*batch(1)) + 100 * model.layers[2].weight.square().sum()).backward()  # type: ignore[index, union-attr]
+    assert model.layers[2].weight.grad is None  # type: ignore[index, union-attr]
+    torch.nn.utils.clip_grad_norm_(optimizer.parameters(), 1e-6)
+    assert float(weight.variable.grad.norm()) <= 1e-6  # type: ignore[union-attr]
+
+
+_EXIT = """
+from tests.runtime.test_offload import batch, made
+model, opt, optimizer = made("layerwise")
+for _ in range(3):
+    opt(*batch(0)).backward()
+print("done")
+"""
+
+
+def test_the_process_ends_quietly_with_updates_under_way() -> None:
+    run = subprocess.run([sys.executable, "-c", _EXIT], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 def test_gradients_that_were_clipped_or_summed_are_updated_anew() -> None:

@@ -56,7 +56,7 @@ def test_ratios_fall_and_the_measured_variance_stays_under_the_budget() -> None:
     assert len(history) == 30
     assert history[-1].flops_ratio < 1
     assert any(a.changed for a in history)
-    assert all(a.rows_variance <= 0.25 and a.tokens_variance <= 0.25 for a in history)
+    assert all(a.rows_variance <= 0.375 and a.tokens_variance <= 0.125 for a in history)
     assert any(a.rows_variance > 0 for a in history)
     assert len(controller._known) <= MOST_VARIANTS
     assert opt.report.compilations <= MOST_VARIANTS + 1
@@ -116,8 +116,8 @@ def test_savings_pay_for_calibrations() -> None:
     _, controller, _ = trained(0.2, 8)
     assert controller is not None
     calibrating = controller.counts.calibrating
-    assert calibrating >= 2 * (2 + 4)  # two calibrations, each with two exact and at least four sampled passes
-    assert (calibrating - 4) % 4 == 0
+    assert calibrating >= 2 * (2 + 2)  # two calibrations, each with two exact and at least two sampled passes
+    assert calibrating % 2 == 0
     assert controller.flops_saved == pytest.approx(1 - (8 + calibrating) / 8, abs=0.2)
     assert controller.flops_saved < 0
 
