@@ -83,10 +83,10 @@ class SamplingController:
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 
     `ROWS_SHARE` of the budget is for rows (V_act), the rest for the terms of weights' gradients (V_w). A calibration runs
-    `BATCHES` exact passes of the last batches, proposes lower ratios, and runs as many sampled passes with them; ratios that would add
-    too much variance are raised and measured again, so that none is ever put in force that was measured above the budget. It uses
-    a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the first one,
-    training is exact.
+    `BATCHES` exact passes of the last batches, proposes lower ratios, and runs as many sampled passes with them. Ratios that
+    would add too much variance are raised and measured again, so that none is ever put in force that was measured above the
+    budget. It uses a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the
+    first one, training is exact.
 
     Example:
         for batch in loader:
