@@ -8,11 +8,11 @@ from typing import Any
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
+from graphopt.compressed_gradients import Exchange
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.offload_nodes import insert_offload
 from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, PassReport, Preserves, RunLora, Vcas, run_pass
-from graphopt.passes.lsp import Exchange
 from graphopt.planner.compression import CompressionChoice, choose_compressions
 from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance

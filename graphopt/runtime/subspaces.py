@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.compat import InputDesc
+from graphopt.compressed_gradients import given_inputs
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
-from graphopt.passes.lsp import Lsp, given_inputs
+from graphopt.passes.lsp import Lsp
 from graphopt.projectors import Projector, Subspace, Whole, draw_subspace, fit
 from graphopt.runtime.offload import Offload
 
