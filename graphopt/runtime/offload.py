@@ -7,7 +7,6 @@ unscaled or accumulated since is computed anew. It is added to its weight just b
 
 from __future__ import annotations
 
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.errors import GraphoptError
+from graphopt.planner.transition import Durations, transition_layer
 from graphopt.runtime.transfer import Span, Transfer
 from graphopt.runtime.workers import Worker
 
@@ -39,28 +39,6 @@ class _Started:
     gradient: Tensor
     copied: Future[Any]
     update: Future[Any] | None
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Seconds per task, means over the last steps."""
-
-    to_host: float
-    update: float
-    to_device: float
-    backward: float
-
-
-def transition_layer(layers: int, durations: Durations) -> int:
-    """Layers below this one are served newest first: clamp(ceil(L - (T_BWD - (a + b + c)) / max(a, b, c)), 0, L).
-
-    Source: LSP-Offload, section 3.2, clamped.
-    """
-    a, b, c = durations.to_host, durations.update, durations.to_device
-    longest = max(a, b, c)
-    if longest <= 0:
-        return 0
-    return min(layers, max(0, math.ceil(layers - (durations.backward - (a + b + c)) / longest)))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.errors import GraphoptError
-from graphopt.runtime.offload import Durations, Offload, transition_layer
+from graphopt.planner.transition import Durations, transition_layer
+from graphopt.runtime.offload import Offload
 from graphopt.runtime.workers import Worker
 
 
