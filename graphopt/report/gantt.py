@@ -34,7 +34,7 @@ def gantt(simulations: Mapping[str, Simulation], path: str | Path) -> Path:
     axes[-1].set_xlabel("seconds")
     used = sorted({span.task for s in simulations.values() for span in s.spans})
     handles = [axes[0].barh(0, 0, color=_COLOURS[task]) for task in used]
-    figure.legend(handles, used, ncols=len(used), loc="lower right", fontsize=8)
+    figure.legend(handles, used, ncols=len(used), loc="upper right", fontsize=8)
     figure.tight_layout()
     path = Path(path)
     figure.savefig(path, dpi=110)
