@@ -16,6 +16,7 @@ from graphopt.runtime.variants import CompiledStep, Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import SamplingController
+    from graphopt.runtime.subspaces import Subspaces
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,18 @@ def _sampling(plan: Plan, graph: TrainingGraph, controller: SamplingController |
     return found
 
 
+def _compressed(choice: CompressionChoice, subspaces: Subspaces | None) -> dict[str, Any]:
+    """How a weight's gradient is compressed, and how well its projectors represent it."""
+    found = {**asdict(choice), "text": str(choice)}
+    if subspaces is not None:
+        weight = subspaces.weights[choice.layer]
+        found |= {"error": weight.error, "fits": weight.fits, "skipped": weight.skipped}
+        found["text"] += f"; projectors' error {weight.error:.2f} when last compared, {weight.fits} fits"
+        if weight.skipped:
+            found["text"] += f"; {weight.skipped} steps skipped: its gradient was not finite"
+    return found
+
+
 def make_report(
     graph: TrainingGraph,
     flops: FlopProfile,
@@ -151,6 +164,7 @@ def make_report(
     step: CompiledStep | None,
     select_seconds: float,
     controller: SamplingController | None = None,
+    subspaces: Subspaces | None = None,
 ) -> Report:
     """Gather a `Report` from what the runtime knows."""
     trainable = list(flops.order)
@@ -202,7 +216,7 @@ def make_report(
         select_seconds=select_seconds,
         notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else [])],
         adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in orders],
-        compressed=[{**asdict(c), "text": str(c)} for c in choices if isinstance(c, CompressionChoice)],
+        compressed=[_compressed(c, subspaces) for c in choices if isinstance(c, CompressionChoice)],
         left_alone=left_alone,
         sampling=_sampling(plan, graph, controller),
     )

@@ -312,7 +312,14 @@ class OptimizedModule(nn.Module):
         from graphopt.report.summary import make_report
 
         return make_report(
-            self._graph, self.flops, self._plan, self._variants, self._last_step, self._select_seconds, self.controller
+            self._graph,
+            self.flops,
+            self._plan,
+            self._variants,
+            self._last_step,
+            self._select_seconds,
+            self.controller,
+            self.subspaces,
         )
 
     @property

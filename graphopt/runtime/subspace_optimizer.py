@@ -26,8 +26,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
     in eval mode) is compressed and added to D's gradient. A step adds -lr P u Q' to W, where u is Adam's direction; weight decay
     is decoupled and acts on W itself. Moments are float32 (float64 for float64 weights).
 
-    Attributes:
-        skipped: steps that were left out, by weight, because its gradient was not finite.
+    A compressed gradient that is not finite skips the step of its weight, and is counted (`skipped`, and in `opt.report`).
     """
 
     def __init__(self, subspaces: Subspaces, model: nn.Module, make: OptimizerType, groups: Any, **options: Any) -> None:
@@ -43,7 +42,6 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         """
         weights = dict(model.named_parameters(remove_duplicate=False))
         self.subspaces = subspaces
-        self.skipped: dict[str, int] = {}
         self._weights = {name: weights[name] for name in subspaces.weights}
         self._names = {id(w.variable): name for name, w in subspaces.weights.items()}
         variables = {id(self._weights[name]): w.variable for name, w in subspaces.weights.items()}
@@ -102,6 +100,11 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         if self.offload is not None:
             self.subspaces.take_offload(self.offload, self._stepped())
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Steps that were left out, by weight, because its gradient was not finite."""
+        return {name: w.skipped for name, w in self.subspaces.weights.items() if w.skipped}
+
     def parameters(self) -> list[nn.Parameter]:
         """Everything that this optimizer steps, for `torch.nn.utils.clip_grad_norm_`."""
         return [p for group in self.param_groups for p in group["params"]]
@@ -128,7 +131,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         self._step_others()
         for name, update in updates.items():
             if update is None:
-                self.skipped[name] = self.skipped.get(name, 0) + 1
+                self.subspaces.weights[name].skipped += 1
                 continue
             self.moments[name] = update.moments
             apply = self._application(name, stepped[name])

@@ -31,6 +31,7 @@ class CompressedWeight:
         subspace: P and Q, on the weight's device.
         error: |PP'GQQ' - G| / |G| when last looked at; NaN before.
         fits: how often P and Q were fitted.
+        skipped: steps that were left out because the compressed gradient was not finite.
         changed: whom to tell of a new subspace.
         next: fitted, but not in force before the step under way is over.
         inputs: the projectors as a compiled step reads them; changed in place, so that autograd refuses a backward whose forward
@@ -43,6 +44,7 @@ class CompressedWeight:
     subspace: Subspace
     error: float = math.nan
     fits: int = 0
+    skipped: int = 0
     changed: Changed | None = None
     next: Subspace | None = None
     inputs: dict[InputDesc, Tensor] = field(default_factory=dict)

@@ -11,12 +11,14 @@ import pytest
 import torch
 from graphopt.passes import Lsp
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphopt
 from graphopt.errors import GraphoptError, InputError
 from graphopt.projectors import Projector, Subspace, fit
 from graphopt.runtime.host_adam import Moments, adam_direction
 from graphopt.runtime.subspace_optimizer import SubspaceOptimizer
+from graphopt.runtime.subspaces import Subspaces
 from tests import zoo
 
 
@@ -263,6 +265,35 @@ def test_the_report_says_what_is_compressed() -> None:
     assert "lsp: gradients projected" in opt.report.approximations
 
 
+def test_a_check_holds_one_full_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    seen: list[Any] = []
+    check = Subspaces._check
+
+    def counting(self: Subspaces, site: int, gradient: Tensor) -> Tensor:
+        seen.append(StorageWeakRef(gradient.untyped_storage()))
+        alive.append(sum(not s.expired() for s in seen))
+        return check(self, site, gradient)
+
+    monkeypatch.setattr(Subspaces, "_check", counting)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    x = torch.randn(4, 16)
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=4, nonzeros=2, criterion="flops")], backend="aot_eager")
+    opt.make_optimizer(torch.optim.AdamW, lr=1e-3)
+    opt(x).sum().backward()
+    assert len(alive) == 6
+    assert max(alive) <= 2  # the one before may live until its own node has returned
+
+
+def test_a_budget_below_the_weights_names_the_smallest_that_is_feasible() -> None:
+    rewrite = Lsp(subspace=5, nonzeros=2, criterion="flops")
+    with pytest.raises(graphopt.BudgetError, match=r"Smallest feasible with these passes: [\d,]+"):
+        graphopt.optimize(
+            zoo.MLP(width=16), data(1)[0], budget=graphopt.Budget(memory=100), passes=[rewrite], backend="aot_eager"
+        )
+
+
 class Sometimes(nn.Module):
     """A weight whose gradient is a product in some calls, and something else in others."""
 
@@ -300,6 +331,7 @@ def test_a_gradient_that_is_not_finite_skips_that_weight_only(bad: float) -> Non
     assert torch.equal(model.first.weight, before["first.weight"])
     assert not torch.equal(model.second.weight, before["second.weight"])
     assert optimizer.skipped == {"first.weight": 1}
+    assert "1 steps skipped: its gradient was not finite" in str(opt.report)
     assert bool(torch.isfinite(optimizer.moments["first.weight"].first).all())
 
 
