@@ -15,7 +15,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -72,6 +72,26 @@ class Glosses:
                 return
 
 
+def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[dict]:
+    """Every kind of `args.runs` for every seed, quietly; results are written to `args.out` as they come.
+
+    Args:
+        run_one: (args, kind, seed, (train, validation), number of classes, progress bar) -> result.
+    """
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
+    data = Glosses("train", labels, args.length), Glosses("validation", labels, args.length, args.validation_rows)
+    args.out.mkdir(parents=True, exist_ok=True)
+    results: list[dict] = []
+    with Progress(console=Console()) as bar:
+        for seed in args.seeds:
+            for kind in args.runs:
+                results.append(run_one(args, kind, seed, data, len(labels), bar))
+                (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    return results
+
+
 def accuracy(model: torch.nn.Module, data: Glosses) -> float:
     """Share of correct labels, in eval mode."""
     model.eval()
@@ -86,14 +106,15 @@ def accuracy(model: torch.nn.Module, data: Glosses) -> float:
 
 def fine_tune(
     args: argparse.Namespace,
-    budget: float | None,
+    kind: str,
     seed: int,
-    train: Glosses,
-    validation: Glosses,
+    data: tuple[Glosses, Glosses],
     classes: int,
     bar: Progress,
 ) -> dict:
-    """One run; returns its curves and figures."""
+    """One run, "full" or "budget"; returns its curves and figures."""
+    train, validation = data
+    budget = None if kind == "full" else args.budget
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder(), num_labels=classes).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr if budget is None else args.budget_lr or args.lr)
@@ -217,19 +238,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/glosses"))
     args = parser.parse_args(argv)
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    console = Console()
-    labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
-    train = Glosses("train", labels, args.length)
-    validation = Glosses("validation", labels, args.length, args.validation_rows)
-    results: list[dict] = []
-    args.out.mkdir(parents=True, exist_ok=True)
-    with Progress(console=console) as bar:
-        for seed in args.seeds:
-            for budget in [None if run == "full" else args.budget for run in args.runs]:
-                results.append(fine_tune(args, budget, seed, train, validation, len(labels), bar))
-                (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    console, results = Console(), run_every(args, fine_tune)
     plot(results, args.out / "curves.png")
     for r in results:
         console.print(f"{r['run']}, seed {r['seed']}: " + ", ".join(f"{step}: {value:.1%}" for step, value in r["accuracy"]))

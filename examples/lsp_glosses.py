@@ -12,13 +12,12 @@ All take the same steps on the same batches. Time includes compiling and fitting
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from finetune_glosses import Glosses, accuracy, model_folder, read
+from finetune_glosses import Glosses, accuracy, model_folder, run_every
 from graphopt.passes import Lsp
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
@@ -26,7 +25,6 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
-from transformers.utils import logging as transformers_logging
 
 import graphopt
 
@@ -122,17 +120,7 @@ def main() -> None:
     parser.add_argument("--validation-rows", type=int, default=5000)
     parser.add_argument("--out", type=Path, default=Path("out/lsp"))
     args = parser.parse_args()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
-    data = Glosses("train", labels, args.length), Glosses("validation", labels, args.length, args.validation_rows)
-    args.out.mkdir(parents=True, exist_ok=True)
-    console, results = Console(), []
-    with Progress(console=console) as bar:
-        for seed in args.seeds:
-            for kind in args.runs:
-                results.append(fine_tune(args, kind, seed, data, len(labels), bar))
-                (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    console, results = Console(), run_every(args, fine_tune)
     table = Table(title="WordNet glosses, MiniLM-L6")
     for column in ("run", "seed", "accuracy", "training loss (last 50)", "optimizer MB", "wall-clock s"):
         table.add_column(column, justify="left" if column == "run" else "right")

@@ -15,10 +15,10 @@ import graphopt.ops.hand_over
 import graphopt.ops.sparse  # noqa: F401  both register operators
 from graphopt.analysis.products import value_numbers
 from graphopt.analysis.weight_gradients import Term, WeightGradient
-from graphopt.compat import RECOMPUTE, InputDesc, fake_like, is_recomputed, run_on_metadata
+from graphopt.compat import RECOMPUTE, InputDesc, fake_like, is_recomputed
 from graphopt.graph import TrainingGraph, descendants
 from graphopt.projectors import Subspace, entries_per_column
-from graphopt.rewriting import simplify_sizes, sort_nodes
+from graphopt.rewriting import ORIGIN, insert_node, simplify_sizes, sort_nodes
 
 aten = torch.ops.aten
 combine_rows = torch.ops.graphopt.combine_rows.default
@@ -52,9 +52,6 @@ def given_inputs(weight: str, subspace: Subspace) -> dict[InputDesc, Tensor]:
         for side, projector in (("left", subspace.left), ("right", subspace.right))
         for what, value in (("rows", projector.rows), ("values", projector.by_column))
     }
-
-
-_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "ac_graph_id")
 
 
 class Compressor:
@@ -179,10 +176,7 @@ class Compressor:
 
     def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A new node at `anchor`, after what it reads; one that needs no gradient runs in the backward all the same."""
-        with self.graph.graph.inserting_before(anchor):
-            node = self.graph.graph.call_function(target, args, kwargs or {})
-        node.meta = {k: anchor.meta[k] for k in _INHERITED if k in anchor.meta}
-        node.meta["val"] = run_on_metadata(target, args, kwargs or {})
+        node = insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, "ac_graph_id"))
         if any(n in self.backward for n in node.all_input_nodes):
             self.backward.add(node)
         elif not is_recomputed(node):

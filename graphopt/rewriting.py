@@ -1,16 +1,47 @@
-"""What rewriting a joint graph needs beside replacing nodes: an order in which it can run, and sizes that keep nothing alive."""
+"""What rewriting a joint graph needs beside replacing nodes: new nodes, an order in which the graph can run, and sizes that keep
+nothing alive."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
-from graphopt.compat import expression
+from graphopt.compat import expression, run_on_metadata
 
 aten = torch.ops.aten
+
+
+ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")
+"""Metadata that says where in the model a node comes from."""
+
+CHECKPOINTED = ("recompute", "ac_graph_id")
+"""Metadata that says to which checkpointed region a node belongs, and whether it is computed again."""
+
+
+def insert_node(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    anchor: fx.Node,
+    kwargs: dict[str, Any] | None = None,
+    inherited: tuple[str, ...] = ORIGIN,
+    fake_mode: Any = None,
+) -> fx.Node:
+    """A new node just before `anchor`, with its shape and with some of `anchor`'s metadata.
+
+    Args:
+        inherited: names of metadata that it takes from `anchor`.
+        fake_mode: for operators that take no tensor.
+    """
+    with graph.inserting_before(anchor):
+        node = graph.call_function(target, args, kwargs or {})
+    node.meta = {k: anchor.meta[k] for k in inherited if k in anchor.meta}
+    node.meta["val"] = run_on_metadata(target, args, kwargs or {}, fake_mode)
+    return node
 
 
 def sort_nodes(graph: fx.Graph, position: Mapping[fx.Node, float]) -> None:

@@ -19,7 +19,7 @@ from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_ba
 from graphopt.compat import fake_mode_of, run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
-from graphopt.rewriting import simplify_sizes
+from graphopt.rewriting import insert_node, simplify_sizes
 
 aten = torch.ops.aten
 
@@ -56,8 +56,6 @@ _ARITHMETIC = frozenset({
     aten.sub.Scalar, aten.pow.Tensor_Scalar, aten.rsub.Scalar,
 })  # fmt: skip
 """Operators to which a size is a number to calculate with: the batch size there stays the whole batch's."""
-
-_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")
 
 
 class RowLevels:
@@ -126,11 +124,7 @@ class RowLevels:
 
     def emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A new node just before `anchor`."""
-        with self.graph.graph.inserting_before(anchor):
-            node = self.graph.graph.call_function(target, args, kwargs or {})
-        node.meta = {k: anchor.meta[k] for k in _INHERITED if k in anchor.meta}
-        node.meta["val"] = run_on_metadata(target, args, kwargs or {}, self.fake_mode)
-        return node
+        return insert_node(self.graph.graph, target, args, anchor, kwargs, fake_mode=self.fake_mode)
 
     def row_norms(self, node: fx.Node, rows: BatchDim, anchor: fx.Node, dtype: torch.dtype = torch.float64) -> fx.Node:
         """Euclidean norm of each sample, by default in float64 so that neither large nor small gradients are lost."""

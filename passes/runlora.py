@@ -21,10 +21,10 @@ from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, na
 from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites
 from graphopt.analysis.products import as_matrix, product, same_tensor, value_numbers
 from graphopt.analysis.sums import summed_with
-from graphopt.compat import RECOMPUTE, SAVE, is_recomputed, run_on_metadata
+from graphopt.compat import RECOMPUTE, SAVE, is_recomputed
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, ancestors
-from graphopt.rewriting import simplify_sizes, sort_nodes
+from graphopt.rewriting import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes, sort_nodes
 
 aten = torch.ops.aten
 
@@ -137,10 +137,6 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-_INHERITED = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "recompute", "ac_graph_id")
-"""Metadata that a new node takes from the one in whose place it runs: where that comes from, and its checkpointed region."""
-
-
 class _Rewriter:
     """Carries out orders, layer by layer, on one graph."""
 
@@ -234,10 +230,7 @@ class _Rewriter:
     def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A new node that runs just before `anchor`."""
         resolved = fx.map_arg(args, self._current)
-        with self.graph.graph.inserting_before(anchor):
-            node = self.graph.graph.call_function(target, resolved, kwargs or {})
-        node.meta = {k: anchor.meta[k] for k in _INHERITED if k in anchor.meta}
-        node.meta["val"] = run_on_metadata(target, resolved, kwargs or {})
+        node = insert_node(self.graph.graph, target, resolved, anchor, kwargs, (*ORIGIN, *CHECKPOINTED))
         self.order[node] = self.order[anchor] - 0.5
         return node
 

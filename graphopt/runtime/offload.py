@@ -158,7 +158,7 @@ class Offload:
         """What has come to the device; a copy that failed is made again, here."""
         try:
             return waiting.sent.result()()
-        except Exception:
+        except (RuntimeError, MemoryError):  # no memory for it then; what is wrong in our own code is not hidden
             return waiting.direction.to(device)
 
     def _apply(self, name: str, weight: Tensor, change: Tensor) -> None:
