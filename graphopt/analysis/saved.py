@@ -30,7 +30,7 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
             continue
         if not any((u not in forward or is_recomputed(u)) and isinstance(u.meta.get("val"), _TENSORS) for u in node.users):
             continue
-        source = _view_source(node)
+        source = view_source(node)
         if source.op == "placeholder":
             continue
         for i, value in enumerate(pytree.tree_leaves(source.meta.get("val"))):
@@ -54,7 +54,7 @@ def computed_again(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx
     return seen.intersection(forward)
 
 
-def _view_source(node: fx.Node) -> fx.Node:
+def view_source(node: fx.Node) -> fx.Node:
     """The node whose storage `node` is a view of (itself, if it is no view)."""
     while node.op == "call_function" and is_view(node):
         source = node.args[0]

@@ -42,7 +42,12 @@ from graphopt.compat.joint import (
     mark_batch_symbolic as mark_batch_symbolic,
     no_dynamo as no_dynamo,
 )
-from graphopt.compat.recompute import RECOMPUTE as RECOMPUTE, SAVE as SAVE, is_recomputed as is_recomputed
+from graphopt.compat.recompute import (
+    RECOMPUTE as RECOMPUTE,
+    SAVE as SAVE,
+    is_recomputed as is_recomputed,
+    recompute_mark as recompute_mark,
+)
 from graphopt.errors import TorchVersionError
 
 SUPPORTED = ((2, 11), (2, 13))

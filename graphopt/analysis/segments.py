@@ -1,0 +1,175 @@
+"""Segments of the forward: stretches between places at which few bytes pass from what was computed to what is still to come.
+
+A segment whose results are computed again in the backward keeps only those bytes alive (activation checkpointing). They are found
+by the bytes that pass, not by modules or names.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from graphopt.analysis.flop_formulas import node_flops
+from graphopt.analysis.saved import view_source
+from graphopt.compat import OpOverload, is_recomputed
+from graphopt.graph import TrainingGraph, ancestors
+
+FINEST = 32
+"""Part of all saved bytes, 1 / FINEST, that lies at least between two cuts."""
+
+AROUND = 8
+"""Part of all saved bytes, 1 / AROUND, before and after a cut within which it is compared with other places."""
+
+WIDEST = 1.5
+"""Bytes that pass a cut, over the least that pass anywhere around it, at most."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of the forward.
+
+    Attributes:
+        name: its position and the module in which it ends; for people.
+        nodes: those that can be computed again, in order: neither random nor read by later segments.
+        parameters: names of those that it reads first.
+        saved_bytes: what the forward keeps of `nodes` for the backward, at the captured batch size.
+        flops: of `nodes`.
+    """
+
+    name: str
+    nodes: tuple[fx.Node, ...]
+    parameters: tuple[str, ...]
+    saved_bytes: int
+    flops: int
+
+
+def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
+    """The segments of a joint graph's forward, in order; empty if nothing could be computed again."""
+    forward = ancestors(graph.forward_results())
+    nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
+    saved = {n: _bytes(graph, n) for n in nodes if _is_saved(n, forward)}
+    cuts = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
+    ends = [*cuts, len(nodes)]
+    segment_of = {n: sum(i >= cut for cut in cuts) for i, n in enumerate(nodes)}
+    results = set(graph.forward_results())
+    first_read: dict[str, int] = {}
+    for node, name in graph.parameter_nodes().items():
+        readers = [segment_of[u] for u in _readers(node, forward) if u in segment_of]
+        first_read[name] = min([*readers, first_read.get(name, len(ends) - 1)])
+    found = []
+    for index, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
+        inside = [
+            n
+            for n in nodes[start:end]
+            if n not in results
+            and not _is_random(n)
+            and not is_recomputed(n)
+            and all(segment_of.get(u, index) == index for u in n.users)
+        ]
+        kept = {view_source(n) for n in inside if n in saved} & set(inside)
+        found.append(
+            Segment(
+                f"{index + 1} {_module(nodes[end - 1])}".strip(),
+                tuple(inside),
+                tuple(name for name, first in first_read.items() if first == index),
+                sum(_bytes(graph, n) for n in kept),
+                sum(graph.at(node_flops(n), graph.batch_size) for n in inside),
+            )
+        )
+    return tuple(found)
+
+
+def _cuts(passing: Sequence[int], saved: Sequence[int]) -> list[int]:
+    """Positions before which to cut: where fewest bytes pass, apart from each other by a part of what is saved.
+
+    Args:
+        passing: bytes that pass each position.
+        saved: bytes saved before it.
+    """
+    total = saved[-1] if saved else 0
+    inner = [i for i in range(1, len(passing)) if 0 < saved[i] < total]
+    if not inner or not total:
+        return []
+    chosen: list[int] = []
+    for i in sorted(inner, key=lambda i: (passing[i], i)):
+        around = inner[
+            bisect_left(inner, saved[i] - total / AROUND, key=lambda j: saved[j]) : bisect_right(
+                inner, saved[i] + total / AROUND, key=lambda j: saved[j]
+            )
+        ]
+        least = min(passing[j] for j in around)
+        if passing[i] <= WIDEST * least and all(abs(saved[i] - saved[j]) >= total / FINEST for j in chosen):
+            chosen.append(i)
+    return sorted(chosen)
+
+
+def _passing(graph: TrainingGraph, nodes: Sequence[fx.Node], forward: set[fx.Node]) -> list[int]:
+    """Bytes made before each position that the forward reads at it or later."""
+    position = {n: i for i, n in enumerate(nodes)}
+    last = {n: i for i, n in enumerate(nodes)}
+    for node in nodes:
+        source = view_source(node)
+        readers = [position[u] for u in node.users if u in position]
+        if source in last:
+            last[source] = max(last[source], *readers, last[source]) if readers else last[source]
+    changes = [0] * (len(nodes) + 2)
+    for node in nodes:
+        if view_source(node) is node:
+            size = _bytes(graph, node)
+            changes[position[node] + 1] += size
+            changes[last[node] + 1] -= size
+    running, total = [], 0
+    for change in changes[: len(nodes)]:
+        total += change
+        running.append(total)
+    return running
+
+
+def _running_total(graph: TrainingGraph, nodes: Sequence[fx.Node], saved: dict[fx.Node, int]) -> list[int]:
+    """Bytes saved for the backward before each position."""
+    total, seen, running = 0, set(), []
+    for node in nodes:
+        running.append(total)
+        source = view_source(node)
+        if node in saved and source.op == "call_function" and source not in seen:
+            seen.add(source)
+            total += _bytes(graph, source)
+    return running
+
+
+def _is_saved(node: fx.Node, forward: set[fx.Node]) -> bool:
+    values = (Tensor, tuple, list)
+    return not is_recomputed(node) and any(u not in forward and isinstance(u.meta.get("val"), values) for u in node.users)
+
+
+def _is_random(node: fx.Node) -> bool:
+    random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    source = node.args[0] if node.args else None
+    from_random = isinstance(source, fx.Node) and "getitem" in str(node.target) and _is_random(source)
+    return random or from_random
+
+
+def _readers(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
+    """Nodes of the forward that read a parameter."""
+    return [u for u in node.users if u in forward]
+
+
+def _bytes(graph: TrainingGraph, node: fx.Node) -> int:
+    total = 0
+    for value in pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(value, Tensor):
+            elements = 1
+            for size in value.shape:
+                elements *= graph.at(size, graph.batch_size)
+            total += elements * value.element_size()
+    return total
+
+
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((str(path) for path, _ in reversed(list(stack.values()))), "")

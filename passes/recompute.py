@@ -1,0 +1,56 @@
+"""Computing parts of the forward again in the backward instead of keeping their results (activation checkpointing).
+
+Of a segment of the forward (`graphopt.analysis.segments`) only what later segments read is kept; the backward runs the rest of it
+once more, just before it needs it. Results of random operators are kept. With segments of s saved bytes each, n of them
+recomputed, a step needs up to n s bytes less and costs their FLOPs twice (Chen et al., 2016).
+
+Preserves: EXACT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from graphopt.passes.base import Changes, Preserves, Site
+
+from graphopt.analysis.segments import find_segments
+from graphopt.compat import recompute_mark
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """The recomputation.
+
+    Attributes:
+        segments: names of the segments to compute again. None: the planner chooses as few as `Budget(memory=...)` needs.
+    """
+
+    segments: tuple[str, ...] | None = None
+    name = "recompute"
+    preserves = Preserves.EXACT
+    serves = ("memory",)
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every segment of the forward that keeps anything for the backward; the name says where it ends."""
+        return [Site(segment.name) for segment in find_segments(graph) if segment.saved_bytes]
+
+    def apply(self, graph: TrainingGraph, decisions: Collection[str]) -> Changes:
+        """Have the backward compute the segments in `decisions` again.
+
+        Raises:
+            PassError: an unknown segment.
+        """
+        segments = {segment.name: (i, segment) for i, segment in enumerate(find_segments(graph), 1)}
+        unknown = sorted(set(decisions) - set(segments))
+        if unknown:
+            raise PassError(f"the forward has no segment {', '.join(unknown)}: it has {', '.join(segments)}.")
+        taken = max((int(n.meta.get("ac_graph_id") or 0) for n in graph.graph.nodes), default=0)
+        for name in decisions:
+            index, segment = segments[name]
+            for node in segment.nodes:
+                node.meta.update(recompute_mark(taken + index))
+        left = {name: "kept for the backward" for name, (_, s) in segments.items() if name not in decisions and s.saved_bytes}
+        return Changes(tuple(name for name in segments if name in decisions), left)
