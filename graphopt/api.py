@@ -27,9 +27,10 @@ from graphopt.errors import ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, RunLora, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
-from graphopt.planner.importance import measure_importance
+from graphopt.planner.importance import Importance, measure_importance
+from graphopt.planner.joint_plan import Means, default_compression, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
@@ -80,7 +81,6 @@ def optimize(
         compression = next((p for p in plan.passes if isinstance(p, Lsp)), None)
         if compression is not None:
             plan = replace(plan, compressed=tuple(site.name for site in compression.applicable(graph)))
-        plan.check_memory(graph)
         if any(isinstance(p, Vcas) for p in plan.passes):
             plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
     opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
@@ -117,7 +117,23 @@ def make_plan(
             passes = tuple(p for p in passes if not isinstance(p, RunLora))
         imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     plan = Plan(budget, passes, imprecise=imprecise, memory=MemoryLimit.of(budget, backend, optimizer))
-    return _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
+    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
+    if plan.memory is None:
+        return plan
+    if not any(isinstance(p, Recompute) and p.segments is None for p in passes):
+        plan.check_memory(graph)
+        return plan
+
+    def rate() -> Importance:
+        return measure_importance(model, args, kwargs, flop_profile(graph).order, optimizer, loss)
+
+    # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
+    compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
+    freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
+    plan = within_memory(plan, graph, Means(freeze, compress), rate)
+    if auto and not plan.recompute:
+        plan = plan.with_passes([p for p in plan.passes if not isinstance(p, Recompute)])
+    return plan
 
 
 def check_sampling(plan: Plan, graph: TrainingGraph, reason: str) -> Plan:

@@ -6,6 +6,7 @@ forms, are those of the installed release. 8-bit optimizers and master weights f
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,7 +131,9 @@ def named_optimizer(name: str, device: torch.device) -> OptimizerFactory:
 
 def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactory]:
     if isinstance(optimizer, torch.optim.Optimizer):
-        kind, defaults = type(optimizer), dict(optimizer.defaults)
+        kind = type(optimizer)
+        known = inspect.signature(kind).parameters
+        defaults = {k: v for k, v in optimizer.defaults.items() if k in known}  # AdamW's hold an option of Adam's
         return kind.__name__, lambda p: kind(p, **defaults)
     if callable(optimizer):
         return getattr(optimizer, "__name__", "optimizer"), optimizer

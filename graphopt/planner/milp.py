@@ -51,10 +51,10 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
         count += 1
 
     for k, i in enumerate(candidates):
-        for c in _smallest_above(masks, 1 << i, 0):
+        for c in smallest_above(masks, 1 << i, 0):
             require(n + c, k)
     for d, mask in enumerate(masks):
-        for c in _smallest_above(masks, mask, d + 1):
+        for c in smallest_above(masks, mask, d + 1):
             require(n + c, n + d)
     scale = float(max(limit, 1))
     budget = coo_array(([merged[mask] / scale for mask in masks], ([0] * m, [n + c for c in range(m)])), shape=(1, n + m))
@@ -62,7 +62,7 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
     if count:
         matrix = coo_array((entries, (rows, columns)), shape=(count, n + m)).tocsr()
         constraints.append(LinearConstraint(matrix, 0.0, np.inf))
-    with _quiet():
+    with quiet():
         result = milp(
             c=np.concatenate([-np.asarray([importance[i] for i in candidates], dtype=float), np.zeros(m)]),
             constraints=constraints,
@@ -81,7 +81,7 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """HiGHS prints a debugging line to the process's standard output on some problems, which would spoil `--json`."""
     sys.stdout.flush()
     saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
@@ -94,7 +94,7 @@ def _quiet() -> Iterator[None]:
         os.close(null)
 
 
-def _smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:
+def smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:
     """Positions of the classes that contain `mask` and no smaller such class; `masks` are sorted by size."""
     found: list[int] = []
     for c in range(start, len(masks)):

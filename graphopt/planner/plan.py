@@ -12,7 +12,7 @@ from graphopt.compressed_gradients import Exchange
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.offload_nodes import insert_offload
-from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, PassReport, Preserves, RunLora, Vcas, run_pass
+from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, PassReport, Preserves, Recompute, RunLora, Vcas, in_order, run_pass
 from graphopt.planner.compression import CompressionChoice, choose_compressions
 from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
@@ -60,6 +60,8 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
         raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
     if any(isinstance(p, Vcas) for p in chosen) and any(isinstance(p, Lsp) for p in chosen):
         raise PassError("lsp and vcas cannot be used together in this version: leave out one of them.")
+    if budget.memory is None and any(isinstance(p, Recompute) and p.segments is None for p in chosen):
+        raise PassError("recompute needs the names of segments, or a Budget(memory=...) to choose them for.")
     served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
     for name, value in budget.stated().items():
         if name not in served:
@@ -68,7 +70,7 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
                 f"budget {name}={value} is served by no pass in use; this version serves {', '.join(known)}. "
                 "Remove it from the budget."
             )
-    return tuple(chosen)
+    return in_order(chosen)
 
 
 def _wanted(kind: type[Pass], budget: Budget) -> bool:
@@ -98,6 +100,7 @@ class Plan:
         sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
         compressed: weights whose gradient is compressed; None: those that can be.
+        recompute: segments of the forward that the backward computes again, where the planner chooses them.
         offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
         checking: the receiver to which the step hands the full gradients of those; None where it compresses them itself.
     """
@@ -113,13 +116,20 @@ class Plan:
     sampled_batch: int = 0
     mixing: str = ""
     compressed: tuple[str, ...] | None = None
+    recompute: tuple[str, ...] = ()
     checking: int | None = None
     offload: tuple[int, int] | None = None
 
     @property
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
-        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA), self.ratios, self.checking
+        return (
+            self.train,
+            frozenset(name for name, error in self.imprecise.items() if error > ETA),
+            self.ratios,
+            self.checking,
+            self.recompute,
+        )
 
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
@@ -136,6 +146,8 @@ class Plan:
                 decisions: Any = self._sample_ratios(rewrite, graph)
             elif isinstance(rewrite, Lsp):
                 decisions, choices = self._compressions(graph, batch_size, rewrite)
+            elif isinstance(rewrite, Recompute):
+                decisions = self._segments(rewrite, graph)
             elif isinstance(rewrite, RunLora):
                 found = self._orders(graph, batch_size, rewrite)
                 choices = tuple(found.values())
@@ -161,6 +173,16 @@ class Plan:
     def before_sampling(self) -> Plan:
         """The plan without samplers."""
         return replace(self, passes=tuple(p for p in self.passes if not isinstance(p, Vcas)), ratios=())
+
+    def with_passes(self, passes: Sequence[Pass]) -> Plan:
+        """The plan with other passes."""
+        return replace(self, passes=in_order(passes))
+
+    def _segments(self, rewrite: Recompute, graph: TrainingGraph) -> tuple[str, ...]:
+        """The segments to compute again; all of them in a graph that has not the same ones, as for another sequence length."""
+        wanted = self.recompute if rewrite.segments is None else rewrite.segments
+        known = {site.name for site in rewrite.applicable(graph)}
+        return wanted if rewrite.segments is not None or known.issuperset(wanted) else tuple(known)
 
     def _sample_ratios(self, rewrite: Vcas, graph: TrainingGraph) -> dict[str, float]:
         if self.mixing or not graph.symbolic:

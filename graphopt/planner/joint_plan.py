@@ -1,0 +1,239 @@
+"""A plan within a limit on memory: exact means first, then what costs least importance, held to the foretold peak of the step.
+
+The program of `graphopt.planner.solver` adds up bytes at the borders of segments. What it does not see (temporaries, what fusion
+saves) is measured as the difference to the foretold peak of the rewritten graph, and allowed for in the next round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from graphopt.analysis.compression_orders import ORDERS, order_flops
+from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.optimizers import Trained, optimizer_memory
+from graphopt.analysis.segments import find_segments
+from graphopt.analysis.weight_gradients import find_weight_gradients
+from graphopt.errors import BudgetError
+from graphopt.graph import TrainingGraph
+from graphopt.passes import GreenTrainer, Lsp, Recompute
+from graphopt.passes.lsp import compression_shape
+from graphopt.planner.importance import Importance
+from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.plan import Plan, backward_costs
+from graphopt.planner.selection import Selection
+from graphopt.planner.solver import Allocation, Problem, TensorBytes, solve
+
+ROUNDS = 8
+"""Plans whose peak is foretold at most."""
+
+FEWEST = 1e-3
+"""Importance that every tensor has at least, as a part of the largest, where nothing limits FLOPs: all training is wanted."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a plan may do to need less memory, beside computing segments again.
+
+    Attributes:
+        freeze: leave tensors untrained.
+        compress: the pass that may be added, and its sizes; None: gradients are not compressed.
+    """
+
+    freeze: bool = False
+    compress: Lsp | None = None
+
+
+def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable[[], Importance]) -> Plan:
+    """A plan whose step stays within `plan.memory`, as near to the given one as that allows.
+
+    Args:
+        rate: measures importance; called where exact means do not do, or FLOPs are limited.
+    Raises:
+        BudgetError: no plan does; states the smallest feasible memory.
+        ImportanceError: see `measure_importance`.
+    """
+    limit = plan.memory
+    assert limit is not None
+    least = _foretold(plan, graph, limit)
+    if least <= limit.peak_bytes:
+        return plan
+    profile = flop_profile(graph)
+    attempt = _Attempt(plan, graph, limit, profile, means)
+    exact = attempt.search(_problem(plan, graph, profile, None, None), train_all=True)
+    if exact is not None:
+        return exact
+    if means.freeze or means.compress is not None or plan.selection is not None:
+        importance = plan.importance or rate()
+        attempt = replace(attempt, importance=importance)
+        found = attempt.search(_problem(plan, graph, profile, importance, means.compress))
+        if found is not None:
+            return found
+    smallest = attempt.smallest(_problem(plan, graph, profile, attempt.importance, means.compress))
+    if smallest is not None:
+        peak = _foretold(smallest, graph, limit)
+        if peak <= limit.peak_bytes:
+            return smallest
+        least = min(least, peak)
+    flops = "" if plan.budget.flops is None else f" and flops={plan.budget.flops}"
+    raise BudgetError(
+        f"memory={limit.peak_bytes:,} bytes is less than a step needs with a batch of {graph.batch_size} ({limit.backend}, "
+        f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch."
+    )
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """The search for one limit."""
+
+    plan: Plan
+    graph: TrainingGraph
+    limit: MemoryLimit
+    profile: FlopProfile
+    means: Means
+    importance: Importance | None = None
+
+    def search(self, problem: Problem, train_all: bool = False) -> Plan | None:
+        """The best plan whose foretold peak is within the limit; None if there is none."""
+        if train_all and self.plan.train is not None:  # what is trained is decided: leave it
+            kept = {k for k, name in enumerate(problem.costs.names) if name in self.plan.train}
+            problem = replace(problem, importance=tuple(float(k in kept) for k in range(len(problem.importance))))
+        unseen, low, high = 0, -1, self.limit.peak_bytes
+        for _ in range(ROUNDS):
+            allocation = solve(
+                problem,
+                self._flops_limit(),
+                self.limit.peak_bytes - unseen,
+                train_all=train_all and self.plan.train is None,
+                may_compress=not train_all and self.means.compress is not None,
+            )
+            if allocation is None or (train_all and len(allocation.train) < sum(i > 0 for i in problem.importance)):
+                if unseen == 0:
+                    return None
+                high = unseen
+            else:
+                plan = self._plan(problem, allocation, keep_selection=train_all)
+                peak = _foretold(plan, self.graph, self.limit)
+                if peak <= self.limit.peak_bytes:
+                    return plan
+                low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
+            if not low < unseen < high:
+                unseen = (low + high) // 2
+            if unseen in (low, high):
+                return None
+        return None
+
+    def smallest(self, problem: Problem) -> Plan | None:
+        """The plan that needs least memory by these means."""
+        if not self.means.freeze:
+            everything = set(problem.costs.names) if self.plan.train is None else self.plan.train
+            problem = replace(problem, importance=tuple(float(name in everything) for name in problem.costs.names))
+        allocation = solve(
+            problem,
+            self._flops_limit(),
+            smallest_memory=True,
+            train_all=not self.means.freeze and self.plan.train is None,
+            may_compress=self.means.compress is not None,
+        )
+        return None if allocation is None else self._plan(problem, allocation, keep_selection=False)
+
+    def _flops_limit(self) -> int | None:
+        if self.plan.budget.flops is None:
+            return None
+        return backward_costs(self.profile).affordable(self.plan.budget.flops) + self.profile.forward
+
+    def _plan(self, problem: Problem, allocation: Allocation, keep_selection: bool) -> Plan:
+        """The plan with a solution's decisions."""
+        names = problem.costs.names
+        segments = [segment.name for segment in find_segments(self.graph)]
+        again = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
+        plan = replace(self.plan, recompute=again)
+        passes = list(plan.passes)
+        if again and not any(isinstance(p, Recompute) for p in passes):
+            passes.append(Recompute())
+        if keep_selection:
+            return plan.with_passes(passes)
+        trained = tuple(names[k] for k in allocation.train)
+        if len(trained) < len(names):
+            if not any(isinstance(p, GreenTrainer) for p in passes):
+                passes.append(GreenTrainer())
+            value = sum(problem.importance[k] for k in allocation.train)
+            cost = problem.costs.cost(allocation.train)
+            ratio = (problem.costs.forward_flops + cost) / problem.costs.step_flops
+            selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap)
+            plan = replace(plan, train=frozenset(trained), selection=selection, importance=self.importance)
+        if allocation.compressed and self.means.compress is not None:
+            compressed = tuple(sorted(names[k] for k in allocation.compressed))
+            passes.append(replace(self.means.compress, weights=compressed))
+            plan = replace(plan, compressed=compressed)
+        return plan.with_passes(passes)
+
+
+def _foretold(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
+    return limit.peak_of(plan.rewrite(graph)[0], graph.batch_size)
+
+
+def _problem(
+    plan: Plan, graph: TrainingGraph, profile: FlopProfile, importance: Importance | None, compress: Lsp | None
+) -> Problem:
+    """The numbers of a graph; see `Problem`."""
+    assert plan.memory is not None
+    costs = backward_costs(profile)
+    segments = find_segments(graph)
+    segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
+    parameters = {p.name: p for p in graph.parameters}
+    device = next(iter(graph.placeholders)).meta["val"].device
+    held = set(plan.compressed or ()) if any(isinstance(p, Lsp) for p in plan.passes) else set()
+    trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in held]
+    states: dict[str, int] = {}
+    for name, _, size in optimizer_memory(plan.memory.optimizer, trained, device).states:
+        states[name] = states.get(name, 0) + size
+    added = {} if compress is None or held else _compressions(graph, costs.names, costs.weight_grad_flops, compress)
+    tensors = []
+    for name in costs.names:
+        small, flops = added.get(name, (None, 0))
+        gradient = 0 if name in held else math.prod(parameters[name].shape) * parameters[name].dtype.itemsize
+        tensors.append(TensorBytes(gradient, states.get(name, 0), segment_of.get(name, 0), small, flops))
+    fixed = 0
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind in ("parameter", "buffer", "input"):
+            value = node.meta["val"]
+            fixed += math.prod(graph.at(size, graph.batch_size) for size in value.shape) * value.element_size()
+    values = {} if importance is None else importance.values
+    if plan.budget.flops is None:  # all of it is to be trained, unless it does not fit
+        largest = max(values.values(), default=1.0) or 1.0
+        rated = tuple(max(values.get(n, 0.0), FEWEST * largest) for n in costs.names)
+    else:
+        rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
+    kept = 1 - compress.threshold**2 if compress is not None else 1.0
+    kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
+    return Problem(costs, rated, tuple(tensors), kinds, fixed, max(kept, 0.05))
+
+
+def _compressions(
+    graph: TrainingGraph, names: tuple[str, ...], formed: tuple[int, ...], rewrite: Lsp
+) -> dict[str, tuple[int, int]]:
+    """Bytes of a compressed gradient with its projectors, and the FLOPs that it adds, of every tensor that can have one."""
+    found = {}
+    own = dict(zip(names, formed, strict=True))
+    for gradient in find_weight_gradients(graph):
+        if gradient.name not in own or rewrite.refusal(gradient):
+            continue
+        shapes = [compression_shape(gradient, term, rewrite, graph) for term in gradient.terms]
+        flops = min(
+            sum(int(order_flops(o, s).subs(dict.fromkeys(s.rows.free_symbols, graph.batch_size))) for s in shapes) for o in ORDERS
+        )
+        width = gradient.node.meta["val"].element_size()
+        projectors = sum(gradient.shape) * rewrite.nonzeros * (width + 4) * 2
+        found[gradient.name] = (projectors + rewrite.subspace**2 * width, flops - own[gradient.name])
+    return found
+
+
+def default_compression(graph: TrainingGraph, limits_flops: bool) -> Lsp | None:
+    """The compression that a plan may add by itself: a quarter of the widest matrix, at most the paper's 512."""
+    widest = max((min(p.shape) for p in graph.trainable if len(p.shape) == 2), default=0)
+    if widest < 32:
+        return None
+    size = min(512, 2 ** int(math.log2(widest / 4)))
+    return Lsp(subspace=size, nonzeros=min(16, size // 2), criterion="flops" if limits_flops else "time")

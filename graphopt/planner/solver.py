@@ -1,0 +1,262 @@
+"""One budget for several techniques: what to train, what to compress and what to compute again, as one mixed-integer program.
+
+Per tensor: train it, freeze it, or train it with a compressed gradient. Per segment of the forward: keep its results or compute
+them again. Maximise importance within FLOPs and bytes at once; among equals, the fewest FLOPs (HiGHS through SciPy).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.milp import quiet, smallest_above
+
+FEWER_FLOPS = 1e-4
+"""Importance, as a part of all, that a full step's FLOPs are worth: it decides among equals."""
+
+
+@dataclass(frozen=True)
+class TensorBytes:
+    """What training one tensor holds on the device, in bytes.
+
+    Attributes:
+        gradient, state: of the tensor and of its optimizer's states.
+        segment: the first segment of the forward that reads it.
+        compressed: bytes that a compressed gradient and its projectors take instead; None if it cannot be compressed.
+        compressed_flops: FLOPs that compressing adds to those of its gradient; below 0 if it saves some.
+    """
+
+    gradient: int
+    state: int
+    segment: int
+    compressed: int | None = None
+    compressed_flops: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Numbers of one graph at one batch size.
+
+    Attributes:
+        costs: FLOPs by class of backward nodes.
+        importance: per tensor, as in `costs.names`; none is negative.
+        tensors: bytes per tensor.
+        segments: (bytes kept for the backward, FLOPs of computing them again) per segment of the forward, in order.
+        fixed_bytes: parameters, buffers and inputs.
+        kept_value: part of a tensor's importance that remains where its gradient is compressed.
+    """
+
+    costs: BackwardCosts
+    importance: tuple[float, ...]
+    tensors: tuple[TensorBytes, ...]
+    segments: tuple[tuple[int, int], ...]
+    fixed_bytes: int
+    kept_value: float = 1.0
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A solution.
+
+    Attributes:
+        train, compressed: positions of tensors; compressed ones are trained, too.
+        recomputed: positions of segments.
+        step_flops: of forward, backward and what is computed again.
+        peak_bytes: the largest sum over the moments that the program looks at.
+        gap: how far, relatively, the value may be from the optimum.
+    """
+
+    train: tuple[int, ...]
+    compressed: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    step_flops: int
+    peak_bytes: int
+    gap: float
+
+
+def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], recomputed: Iterable[int]) -> tuple[int, int]:
+    """FLOPs and peak bytes of a choice, as the program counts them."""
+    trained, small, again = set(train), set(compressed), set(recomputed)
+    tensors = problem.tensors
+    flops = problem.costs.forward_flops + problem.costs.cost(trained)
+    flops += sum(problem.segments[i][1] for i in again) + sum(tensors[k].compressed_flops for k in small)
+    whole = trained - small
+    base = problem.fixed_bytes + sum(tensors[k].state for k in whole) + sum(tensors[k].compressed or 0 for k in small)
+    first = min((tensors[k].segment for k in trained), default=len(problem.segments))
+    peak = base + sum(tensors[k].gradient for k in whole)
+    kept = 0
+    for j, (saved, _) in enumerate(problem.segments):
+        if j >= first:
+            gradients = sum(tensors[k].gradient for k in whole if tensors[k].segment >= j)
+            peak = max(peak, base + kept + saved + gradients)
+            kept += 0 if j in again else saved
+    return flops, peak
+
+
+def solve(
+    problem: Problem,
+    flops_limit: int | None = None,
+    memory_limit: int | None = None,
+    *,
+    train_all: bool = False,
+    may_compress: bool = True,
+    smallest_memory: bool = False,
+    time_limit: float = 5.0,
+) -> Allocation | None:
+    """The most important choice within both limits.
+
+    Variables: x_k trains tensor k, c_k <= x_k compresses it, r_i computes segment i again (binary); y_c, a_i, w_i in [0, 1]: a
+    class of backward nodes runs, a segment's results are needed, they are kept. While the backward of segment j runs, the device
+    holds fixed + sum_k state_k (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j + sum_{k not read before
+    j} gradient_k (x_k - c_k) bytes; in the optimizer's step all gradients and nothing saved.
+
+    Args:
+        flops_limit: FLOPs of a step; None for no limit.
+        memory_limit: bytes at every moment; None for no limit.
+        train_all: every tensor is trained.
+        may_compress: gradients may be compressed.
+        smallest_memory: find the choice that needs the fewest bytes and trains anything, whatever its importance.
+        time_limit: seconds.
+    Returns:
+        None if there is no choice that trains anything, or none was found in time.
+    """
+    costs, tensors, segments = problem.costs, problem.tensors, problem.segments
+    count = len(tensors)
+    masks = sorted({mask for mask, _ in costs.masks}, key=int.bit_count)
+    class_flops: dict[int, int] = dict.fromkeys(masks, 0)
+    for mask, flops in costs.masks:
+        class_flops[mask] += flops
+    m, s = len(masks), len(segments)
+    x, c, r = 0, count, 2 * count
+    a, w, y = r + s, r + 2 * s, r + 3 * s
+    peak = y + m
+    rows = _Rows(peak + 1)
+    for k, tensor in enumerate(tensors):
+        rows.at_least({x + k: 1.0, c + k: -1.0}, 0.0)
+        rows.at_least({a + tensor.segment: 1.0, x + k: -1.0}, 0.0)
+        for position in smallest_above(masks, 1 << k, 0):
+            rows.at_least({y + position: 1.0, x + k: -1.0}, 0.0)
+    for low, mask in enumerate(masks):
+        for high in smallest_above(masks, mask, low + 1):
+            rows.at_least({y + high: 1.0, y + low: -1.0}, 0.0)
+    for i in range(s):
+        rows.at_least({w + i: 1.0, r + i: 1.0, a + i: -1.0}, 0.0)
+        if i:
+            rows.at_least({a + i: 1.0, a + i - 1: -1.0}, 0.0)
+    rows.at_least(dict.fromkeys(range(x, x + count), 1.0), 1.0)
+
+    full = float(max(costs.step_flops, 1))
+    step: dict[int, float] = {y + i: class_flops[mask] / full for i, mask in enumerate(masks)}
+    step |= {r + i: flops / full for i, (_, flops) in enumerate(segments)}
+    step |= {c + k: t.compressed_flops / full for k, t in enumerate(tensors)}
+    if flops_limit is not None:
+        rows.at_most(step, (flops_limit - costs.forward_flops) / full)
+    unit = float(max(memory_limit or problem.fixed_bytes, 1))
+    if memory_limit is not None or smallest_memory:
+        for moment in _moments(problem, x, c, a, w):
+            entries = {v: size / unit for v, size in moment.items()}
+            limit = ((memory_limit or 0) - problem.fixed_bytes) / unit
+            rows.at_most({**entries, peak: -1.0} if smallest_memory else entries, 0.0 if smallest_memory else limit)
+
+    upper = np.ones(peak + 1)
+    upper[peak] = np.inf
+    for k, tensor in enumerate(tensors):
+        if tensor.compressed is None or not may_compress:
+            upper[c + k] = 0.0
+    lower = np.zeros(peak + 1)
+    if train_all:
+        lower[x : x + count] = 1.0
+    elif not smallest_memory:
+        for k, value in enumerate(problem.importance):
+            if value <= 0:
+                upper[x + k] = 0.0
+    objective = np.zeros(peak + 1)
+    total = sum(problem.importance) or 1.0
+    for k, value in enumerate(problem.importance):
+        objective[x + k] -= value / total
+        objective[c + k] += (1 - problem.kept_value) * value / total
+    for v, part in step.items():
+        objective[v] += FEWER_FLOPS * part
+    if smallest_memory:
+        objective *= FEWER_FLOPS
+        objective[peak] = 1.0
+    integral = np.zeros(peak + 1)
+    integral[: r + s] = 1
+    with quiet():
+        result = milp(
+            c=objective,
+            constraints=rows.constraints(),
+            integrality=integral,
+            bounds=Bounds(lower, upper),
+            options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
+        )
+    if result.x is None:
+        return None
+
+    def chosen(start: int, size: int) -> tuple[int, ...]:
+        return tuple(i for i in range(size) if result.x[start + i] > 0.5)
+
+    train, compressed, recomputed = chosen(x, count), chosen(c, count), chosen(r, s)
+    step_flops, peak_bytes = evaluate(problem, train, compressed, recomputed)
+    gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
+    return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap)
+
+
+def _moments(problem: Problem, x: int, c: int, a: int, w: int) -> Iterable[dict[int, float]]:
+    """Bytes beyond the fixed ones at every moment, by variable."""
+    base: dict[int, float] = {}
+    for k, tensor in enumerate(problem.tensors):
+        base[x + k] = tensor.state
+        base[c + k] = (tensor.compressed or 0) - tensor.state
+    for j in range(len(problem.segments)):
+        moment = dict(base)
+        _add_gradients(moment, ((k, t) for k, t in enumerate(problem.tensors) if t.segment >= j), x, c)
+        moment |= {w + i: problem.segments[i][0] for i in range(j)}
+        moment[a + j] = problem.segments[j][0]
+        yield moment
+    moment = dict(base)
+    _add_gradients(moment, enumerate(problem.tensors), x, c)
+    yield moment
+
+
+def _add_gradients(moment: dict[int, float], tensors: Iterable[tuple[int, TensorBytes]], x: int, c: int) -> None:
+    for k, tensor in tensors:
+        moment[x + k] += tensor.gradient
+        moment[c + k] -= tensor.gradient
+
+
+@dataclass
+class _Rows:
+    """Linear constraints, row by row."""
+
+    width: int
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    entries: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def at_least(self, entries: Mapping[int, float], bound: float) -> None:
+        """Sum of entries >= bound."""
+        self._add(entries, bound, np.inf)
+
+    def at_most(self, entries: Mapping[int, float], bound: float) -> None:
+        """Sum of entries <= bound."""
+        self._add(entries, -np.inf, bound)
+
+    def _add(self, entries: Mapping[int, float], low: float, high: float) -> None:
+        self.rows.extend([len(self.low)] * len(entries))
+        self.columns.extend(entries)
+        self.entries.extend(entries.values())
+        self.low.append(low)
+        self.high.append(high)
+
+    def constraints(self) -> Sequence[LinearConstraint]:
+        """All of them."""
+        matrix = coo_array((self.entries, (self.rows, self.columns)), shape=(len(self.low), self.width)).tocsr()
+        return [LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))]

@@ -1,0 +1,144 @@
+"""Plans within a limit on memory: exact means first, then as few approximations as needed, never above the limit."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from graphopt.passes import Recompute
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import BudgetError, PassError
+from graphopt.planner.memory_limit import MemoryLimit
+
+
+class Tower(nn.Module):
+    """Blocks that widen by eight and narrow again."""
+
+    def __init__(self, depth: int = 4, width: int = 32) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 8 * width), nn.Tanh(), nn.Linear(8 * width, width)) for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def tower(samples: int = 512) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Tower(), torch.randn(samples, 32)
+
+
+def peak(opt: graphopt.OptimizedModule, samples: int) -> int:
+    assert opt.last_step is not None
+    return MemoryLimit(0, "aot_eager").peak_of(opt.last_step.graph, samples)
+
+
+def smallest(model: nn.Module, x: Tensor, **options: object) -> int:
+    with pytest.raises(BudgetError, match="Smallest feasible") as error:
+        graphopt.optimize(model, (x,), graphopt.Budget(memory=1, **options), backend="aot_eager")  # type: ignore[arg-type]
+    found = re.search(r"Smallest feasible with these passes[^:]*: ([\d,]+)", str(error.value))
+    assert found
+    return int(found[1].replace(",", ""))
+
+
+def test_a_limit_that_recomputing_meets_leaves_every_gradient_exact() -> None:
+    model, x = tower(2048)
+    reference = copy.deepcopy(model)
+    reference(x).backward()
+    free = graphopt.optimize(model, (x,), backend="aot_eager")
+    free(x).backward()
+    limit = int(0.6 * peak(free, 2048))
+    model.zero_grad()
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=limit), backend="aot_eager")
+    opt(x).backward()
+    assert peak(opt, 2048) <= limit
+    assert "recompute" in opt.report.passes
+    assert not opt.report.approximations
+    assert opt.report.step_flops > opt.report.full_step_flops
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_nothing_is_done_where_everything_fits() -> None:
+    model, x = tower()
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory="1GiB"), backend="aot_eager")
+    opt(x).backward()
+    assert opt.report.step_flops == opt.report.full_step_flops
+    assert "recompute" not in opt.report.passes
+
+
+def test_below_what_exact_means_reach_gradients_are_compressed_for_our_own_optimizer() -> None:
+    model, x = tower(64)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=600_000), backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3)
+    before = float(opt(x))
+    for _ in range(10):
+        opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert peak(opt, 64) <= 600_000
+    assert "lsp" in opt.report.passes
+    assert any("projected" in text for text in opt.report.approximations)
+    assert float(opt(x)) < before
+
+
+def test_with_an_optimizer_that_exists_tensors_are_frozen_instead() -> None:
+    model, x = tower(64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=600_000), backend="aot_eager", optimizer=optimizer)
+    opt(x).backward()
+    assert peak(opt, 64) <= 600_000
+    assert 0 < opt.report.trained < opt.report.trainable
+    assert "lsp" not in opt.report.passes
+
+
+def test_flops_and_memory_hold_together() -> None:
+    model, x = tower(1024)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for memory in ("5MB", "7MB"):
+        budget = graphopt.Budget(flops=0.7, memory=memory)
+        opt = graphopt.optimize(model, (x,), budget, backend="aot_eager", optimizer=optimizer)
+        opt(x).backward()
+        model.zero_grad()
+        assert opt.report.flops_ratio <= 0.7
+        assert peak(opt, 1024) <= budget.memory  # type: ignore[operator]
+
+
+def test_an_infeasible_limit_names_the_smallest_feasible_one() -> None:
+    model, x = tower(256)
+    least = smallest(model, x)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=least), backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3) if opt.subspaces is not None else None
+    opt(x).backward()
+    assert peak(opt, 256) <= least
+    del optimizer
+
+
+def test_selecting_anew_keeps_to_the_limit() -> None:
+    model, x = tower(1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    budget = graphopt.Budget(flops=0.8, memory="6MB")
+    opt = graphopt.optimize(model, (x,), budget, backend="aot_eager", optimizer=optimizer)
+    for seed in range(2):
+        batch = torch.randn(1024, 32, generator=torch.Generator().manual_seed(seed))
+        opt.reselect((batch,), optimizer, tolerance=0.0)
+        opt(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert peak(opt, 1024) <= 6_000_000
+        assert opt.report.flops_ratio <= 0.8
+
+
+def test_recompute_by_name_needs_a_limit_or_segments() -> None:
+    model, x = tower()
+    with pytest.raises(PassError, match=r"Budget\(memory"):
+        graphopt.optimize(model, (x,), passes=["recompute"], backend="aot_eager")
+    opt = graphopt.optimize(model, (x,), passes=[Recompute(segments=())], backend="aot_eager")
+    opt(x).backward()

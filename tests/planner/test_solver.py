@@ -1,0 +1,89 @@
+"""The joint program against brute force on small random problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.solver import Problem, TensorBytes, evaluate, solve
+
+
+def random_problem(seed: int) -> Problem:
+    """A chain of three segments with five tensors, two of which can be compressed."""
+    rng = random.Random(seed)
+    segment = (2, 2, 1, 1, 0)
+    classes = [(frozenset([k]), rng.randint(5, 30)) for k in range(5)]
+    classes += [(frozenset(range(k, 5)), rng.randint(5, 30)) for k in range(1, 5)]  # the dY chain down to k
+    tensors = tuple(
+        TensorBytes(
+            gradient=rng.randint(5, 20),
+            state=2 * rng.randint(5, 20),
+            segment=segment[k],
+            compressed=rng.randint(1, 4) if k % 2 else None,
+            compressed_flops=rng.randint(-4, 8) if k % 2 else 0,
+        )
+        for k in range(5)
+    )
+    segments = tuple((rng.randint(10, 60), rng.randint(5, 15)) for _ in range(3))
+    costs = BackwardCosts(tuple("abcde"), rng.randint(20, 60), tuple(classes), tuple(f for m, f in classes if len(m) == 1))
+    return Problem(costs, tuple(rng.uniform(0.1, 1) for _ in range(5)), tensors, segments, 100, 0.75)
+
+
+def all_choices(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+    def subsets(items: tuple[int, ...]) -> list[tuple[int, ...]]:
+        return [s for n in range(len(items) + 1) for s in itertools.combinations(items, n)]
+
+    return [
+        (train, small, again)
+        for train in subsets(tuple(range(5)))
+        if train
+        for small in subsets(tuple(k for k in train if problem.tensors[k].compressed is not None))
+        for again in subsets((0, 1, 2))
+    ]
+
+
+def value_of(problem: Problem, train: tuple[int, ...], small: tuple[int, ...]) -> float:
+    lost = (1 - problem.kept_value) * sum(problem.importance[k] for k in small)
+    return sum(problem.importance[k] for k in train) - lost
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_program_finds_what_brute_force_finds(seed: int) -> None:
+    problem = random_problem(seed)
+    known = [(c, *evaluate(problem, *c)) for c in all_choices(problem)]
+    rng = random.Random(seed + 100)
+    full_flops, full_peak = evaluate(problem, range(5), (), ())
+    for _ in range(4):
+        flops, memory = rng.uniform(0.5, 1.1) * full_flops, rng.uniform(0.5, 1.0) * full_peak
+        flops_limit, memory_limit = int(flops), int(memory)
+        fitting = [value_of(problem, c[0], c[1]) for c, f, p in known if f <= flops_limit and p <= memory_limit]
+        found = solve(problem, flops_limit, memory_limit)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert (found.step_flops, found.peak_bytes) == evaluate(problem, found.train, found.compressed, found.recomputed)
+            assert found.step_flops <= flops_limit
+            assert found.peak_bytes <= memory_limit
+            assert value_of(problem, found.train, found.compressed) == pytest.approx(max(fitting), rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_smallest_memory_is_that_of_brute_force(seed: int) -> None:
+    problem = random_problem(seed)
+    found = solve(problem, smallest_memory=True)
+    assert found is not None
+    assert found.peak_bytes == min(evaluate(problem, *c)[1] for c in all_choices(problem))
+
+
+def test_exact_means_come_first() -> None:
+    problem = random_problem(3)
+    flops, peak = evaluate(problem, range(5), (), ())
+    free = solve(problem)
+    assert free is not None
+    assert (free.train, free.compressed, free.recomputed) == ((0, 1, 2, 3, 4), (), ())
+    recomputed = solve(problem, memory_limit=evaluate(problem, range(5), (), (0, 1, 2))[1], train_all=True, may_compress=False)
+    assert recomputed is not None
+    assert len(recomputed.train) == 5
+    assert not recomputed.compressed
