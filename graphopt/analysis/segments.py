@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.saved import view_source
 from graphopt.compat import OpOverload, is_recomputed
-from graphopt.graph import TrainingGraph, ancestors
+from graphopt.graph import TrainingGraph, ancestors, descendants
 
 FINEST = 32
 """Part of all saved bytes, 1 / FINEST, that lies at least between two cuts."""
@@ -55,17 +55,26 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
     saved = {n: _bytes(graph, n) for n in nodes if _is_saved(n, forward)}
     cuts = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
     ends = [*cuts, len(nodes)]
-    segment_of = {n: sum(i >= cut for cut in cuts) for i, n in enumerate(nodes)}
+    segment_of = {n: bisect_right(cuts, i) for i, n in enumerate(nodes)}
+    for node in _without_tangents(graph):  # views that only the backward reads would hold what they are views of
+        if node.op == "call_function" and node not in segment_of:
+            made = [segment_of[n] for n in node.all_input_nodes if n in segment_of]
+            if made:
+                segment_of[node] = max(made)
+    members: list[list[fx.Node]] = [[] for _ in ends]
+    for node in graph.graph.nodes:
+        if node in segment_of:
+            members[segment_of[node]].append(node)
     results = set(graph.forward_results())
     first_read: dict[str, int] = {}
     for node, name in graph.parameter_nodes().items():
         readers = [segment_of[u] for u in _readers(node, forward) if u in segment_of]
         first_read[name] = min([*readers, first_read.get(name, len(ends) - 1)])
     found = []
-    for index, (start, end) in enumerate(zip([0, *cuts], ends, strict=True)):
+    for index, end in enumerate(ends):
         inside = [
             n
-            for n in nodes[start:end]
+            for n in members[index]
             if n not in results
             and not _is_random(n)
             and not is_recomputed(n)
@@ -82,6 +91,13 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
             )
         )
     return tuple(found)
+
+
+def _without_tangents(graph: TrainingGraph) -> list[fx.Node]:
+    """Nodes that are computed from the model's inputs and weights alone, in order."""
+    tangents = [n for n, desc in zip(graph.placeholders, graph.inputs, strict=True) if desc.kind == "tangent"]
+    backward = descendants(tangents)
+    return [n for n in graph.graph.nodes if n not in backward]
 
 
 def _cuts(passing: Sequence[int], saved: Sequence[int]) -> list[int]:

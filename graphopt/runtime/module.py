@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.capture import as_call
-from graphopt.errors import GraphoptError, ImportanceError
+from graphopt.errors import BudgetError, GraphoptError, ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
+from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
@@ -238,11 +239,14 @@ class OptimizedModule(nn.Module):
         self.__dict__["_select_seconds"] += seconds
         if within and (gain <= tolerance or set(selection.names) == current):
             return Reselection(False, gain, seconds)
-        self._install(
-            replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance),
-            graph,
-            profile,
-        )
+        plan = replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance, recompute=())
+        if plan.memory is not None and self._plan.train is not None:
+            try:
+                plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
+            except BudgetError as error:
+                logger.warning("keeping the last selection: %s", error)
+                return Reselection(False, gain, seconds)
+        self._install(plan, graph, profile)
         return Reselection(True, gain, seconds)
 
     @property
