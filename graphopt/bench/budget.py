@@ -220,32 +220,40 @@ def show(results: dict[str, Any], console: Console) -> None:
     settings = results["settings"]
     console.print(
         f"MiniLM-L6 on the WordNet glosses, torch {results['torch']}, {results['device']}, {settings['threads']} threads, batch "
-        f"{BATCH} x {LENGTH}, seed {settings['seed']}, {settings['backend']}; accuracy on {settings['validation_rows']} rows "
-        "(on all)"
+        f"{BATCH} x {LENGTH}, seed {settings['seed']}, {settings['backend']}; accuracy on {settings['validation_rows']} rows"
     )
-    table = Table()
-    headings = ("", "peak lr", "steps", "s/step", "of exact", "s", "compile s", "accuracy", "reached", "compiling counted",
-                "step MB", "process MB")  # fmt: skip
-    for column in headings:
-        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    console.print("peak learning rates: " + ", ".join(f"{row['variant']} {row['rate']:g}" for row in results["rows"]))
+    costs, progress = Table(), Table()
+    for column in ("", "steps", "s/step", "of exact", "s", "compile s", "step MB", "RSS MB"):
+        costs.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    for column in ("", "accuracy", "on all rows", "reached at step", "at s", "of exact", "with compile"):
+        progress.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for row in results["rows"]:
-        table.add_row(
+        costs.add_row(
             row["variant"],
-            f"{row['rate']:g}",
             str(row["steps"]),
             f"{row['seconds_per_step']:.3f}",
             f"{row['step_ratio']:.2f}",
             f"{row['seconds']:.0f}",
             f"{row['compile_seconds']:.0f}",
-            f"{row['last_accuracy']:.1%} ({row['accuracy']:.1%})",
-            _ratio(row["reached_ratio"]),
-            _ratio(row["reached_ratio_with_compiling"]),
             f"{row['peak_bytes'] / 1e6:.0f}",
             f"{row['peak_rss_bytes'] / 1e6:.0f}",
         )
-    console.print(table)
+        never = row["reached_step"] is None
+        progress.add_row(
+            row["variant"],
+            f"{row['last_accuracy']:.1%}",
+            f"{row['accuracy']:.1%}",
+            "never" if never else str(row["reached_step"]),
+            "" if never else f"{row['reached_seconds']:.0f}",
+            "" if never else f"{row['reached_ratio']:.2f}",
+            "" if never else f"{row['reached_ratio_with_compiling']:.2f}",
+        )
+    console.print(costs)
+    console.print(progress)
     console.print(
-        "reached: when a run was first as accurate as exact training after its last step, as a part of exact training's time"
+        "reached: when a run was first as accurate as exact training after its last step; of exact: as a part of its whole time; "
+        "step MB: tensors in one step; RSS MB: the process, libraries and compiling included"
     )
     rows = {row["variant"]: row for row in results["rows"]}
     if "auto" in rows:
@@ -260,7 +268,3 @@ def verdict(auto: Mapping[str, Any], exact: Mapping[str, Any]) -> str:
         return f"auto does not reach {goal}; it ends at {auto['last_accuracy']:.1%}. The aim is missed."
     outcome = "met" if auto["reached_ratio"] <= AIM else "missed"
     return f"auto reaches {goal} in {auto['reached_ratio']:.2f} of its time. The aim, at most {AIM}, is {outcome}."
-
-
-def _ratio(value: float | None) -> str:
-    return "never" if value is None else f"{value:.2f}"

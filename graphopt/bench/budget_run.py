@@ -211,6 +211,7 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
     """
     from transformers import AutoModelForSequenceClassification
 
+    prepare = VARIANTS[name].prepare
     quiet_transformers()
     torch.set_num_threads(settings.threads)
     device, _ = this_device()
@@ -232,7 +233,7 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
 
     with fresh_compiler_cache():
         start = _now(device)
-        prepared = VARIANTS[name].prepare(model, _moved(next(data.batches(BATCH, settings.seed)), device), rate, settings.backend)
+        prepared = prepare(model, _moved(next(data.batches(BATCH, settings.seed)), device), rate, settings.backend)
         compiling = prepared.compile_seconds()
         training = setup = _now(device) - start - compiling
         optimizer = prepared.optimizer
@@ -246,7 +247,8 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
             optimizer.zero_grad()
             return loss.detach()
 
-        while (progress := max(len(losses) / most, training / limit if limit else 0.0)) < 1:
+        progress = 0.0  # the first step is always made, even if preparing it took all the time
+        while progress < 1:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * rate_factor(progress, 1 / most)
             batch = _moved(next(batches), device)
@@ -258,6 +260,7 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
             training += seconds[-1]
             compiling += compiled
             losses.append(float(loss))
+            progress = max(len(losses) / most, training / limit if limit else 0.0)
             if len(losses) % settings.evaluate == 0:
                 share = float(correct(prepared.model, rows, device).mean())
                 curve.append({"step": len(losses), "seconds": training, "compile_seconds": compiling, "accuracy": share})
