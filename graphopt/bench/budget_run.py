@@ -7,6 +7,7 @@ steps (rating tensors, calibrating a sampler, fitting projectors) counts. Compil
 from __future__ import annotations
 
 import importlib.util
+import os
 import resource
 import statistics
 import sys
@@ -209,9 +210,9 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
             so that only runs that the clock ends depend on it.
         tell: how many steps are done.
     """
+    prepare = VARIANTS[name].prepare
     from transformers import AutoModelForSequenceClassification
 
-    prepare = VARIANTS[name].prepare
     quiet_transformers()
     torch.set_num_threads(settings.threads)
     device, _ = this_device()
@@ -293,6 +294,7 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
 
 def work(connection: Connection, name: str, settings: Settings, rate: float, limit: float | None) -> None:
     """`train` in a process of its own: sends the number of steps after each one, and at last the result."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would write over the progress bar
     connection.send(train(name, settings, rate, limit, connection.send))
     connection.close()
 

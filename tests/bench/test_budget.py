@@ -173,7 +173,6 @@ def test_accuracy_counts_rows_over_batches_in_eval_mode_and_goes_back_to_trainin
 
 def test_the_peak_of_a_process_remembers_what_was_freed() -> None:
     held = bytearray(b"1") * 64_000_000
-    most = psutil.Process().memory_info().rss
-    assert len(held) < most
+    assert len(held) == 64_000_000
     del held
-    assert peak_resident_bytes() >= most
+    assert peak_resident_bytes() > psutil.Process().memory_info().rss + 50_000_000
