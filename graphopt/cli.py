@@ -263,6 +263,41 @@ def bench_lsp(
     _give(results, lsp.show, out, as_json)
 
 
+@bench_app.command("budget")
+def bench_budget(
+    variants: Annotated[
+        str, typer.Option(help="Comma-separated: exact, greentrainer, vcas, lsp, runlora, auto; by default those not run yet.")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of exact training.")] = 600,
+    most_steps: Annotated[int, typer.Option(min=0, help="Steps of every other run, at most; 0: as many as exact training.")] = 0,
+    time: Annotated[float, typer.Option(min=0.01, help="Part of exact training's time that every other run gets.")] = 1.0,
+    rates: Annotated[str, typer.Option(help="Peak learning rates that differ from the defaults, as auto=5e-4,lsp=1e-3.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the head, the batches and dropout.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as many as torch takes.")] = 0,
+    evaluate: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 50,
+    validation_rows: Annotated[int, typer.Option(min=1, help="Rows used by them; the end is evaluated on all 5,000.")] = 2000,
+    backend: Annotated[str, typer.Option(help="inductor, or aot_eager to compile nothing.")] = "inductor",
+    out: Annotated[Path, typer.Option(help="Folder of the results, which are kept between calls, and of the plot.")] = Path(
+        "out/bench_budget"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy over time of exact training, of each technique, and of what a budget chooses, in the same time."""
+    import torch
+
+    from graphopt.bench import budget
+    from graphopt.bench.budget_run import Settings
+    from graphopt.lower import check_backend
+
+    check_backend(backend)
+    settings = Settings(
+        steps, most_steps or steps, time, seed, threads or torch.get_num_threads(), evaluate, validation_rows, backend
+    )
+    wanted = variants.split(",") if variants else None
+    results = budget.run(wanted, settings, budget.parse_rates(rates), out, Console(stderr=True))
+    _give(results, budget.show, None, as_json)
+
+
 def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
     """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
     text = json.dumps(results, indent=1)

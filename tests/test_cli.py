@@ -72,6 +72,7 @@ def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None: 
         ["analyze"],
         ["nonsense"],
         ["bench", "greentrainer", "--models", "nonsense"],
+        ["bench", "budget", "--variants", "nonsense"],
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments) -> None:  # type: ignore[no-untyped-def]

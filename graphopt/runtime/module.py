@@ -25,7 +25,7 @@ from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
-from graphopt.runtime.variants import CompiledStep, MeasuringStep, Variants
+from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import SamplingController
@@ -325,6 +325,11 @@ class OptimizedModule(nn.Module):
             self.controller,
             self.subspaces,
         )
+
+    @property
+    def counters(self) -> Counters:
+        """How often the model was captured and a step compiled, and how long that took."""
+        return self._variants.counters
 
     @property
     def last_step(self) -> CompiledStep | None:
