@@ -317,12 +317,18 @@ def _compare_mean(
     tolerance: float,
     draws: int,
 ) -> float:
-    """Compare the mean gradient over many draws with what it must be; returns the largest difference in standard errors."""
+    """Compare the mean gradient over many draws with what it must be; returns the largest difference in standard errors.
+
+    Each gradient is compared as a whole, and along the direction of what it must be, where a wrong scale shows with fewest draws.
+    """
     total: list[Tensor] = []
     squares: list[Tensor] = []
+    along: list[list[float]] = []
     for _ in range(draws):
         draw()
-        drawn = [gradient for _, gradient, _, _ in _pairs(name, wanted, candidate, given)]
+        pairs = _pairs(name, wanted, candidate, given)
+        drawn = [gradient for _, gradient, _, _ in pairs]
+        along.append([float((gradient * exact).sum()) for _, gradient, exact, _ in pairs])
         if not total:
             total, squares = [torch.zeros_like(g) for g in drawn], [torch.zeros_like(g) for g in drawn]
         for i, gradient in enumerate(drawn):
@@ -335,6 +341,12 @@ def _compare_mean(
         distance = float((mean - exact).norm())
         rounding = tolerance * size * math.sqrt(mean.numel())
         errors = max(0.0, distance - rounding) / math.sqrt(variance) if variance > rounding**2 / draws else 0.0
+        length = float(exact.norm())
+        if length > rounding:
+            part = torch.tensor([values[i] for values in along], dtype=torch.float64) / length**2
+            slack = rounding / length
+            off = abs(float(part.mean()) - 1.0) - slack
+            errors = max(errors, off / max(float(part.std()) / math.sqrt(draws), slack))
         worst = max(worst, errors)
         if errors > STANDARD_ERRORS or (errors == 0.0 and distance > rounding + STANDARD_ERRORS * math.sqrt(variance)):
             raise PassError(f"{name}: the mean of {what} is {errors:.1f} standard errors from eager's (or its image).")

@@ -177,11 +177,11 @@ def make_report(
         reports = tuple(plan.rewrite(graph, size)[1])
     step_flops = reports[-1].step_flops_after if reports else flops.step
     approximations = []
+    inexact = [p for p in plan.passes if p.preserves is not Preserves.EXACT and not (isinstance(p, Vcas) and plan.mixing)]
     if cut:
-        approximations.append(f"{len(cut)} tensors are not trained (their gradient is None); the others' gradients are exact")
-    if not plan.mixing:
-        inexact = [p for p in plan.passes if p.preserves is not Preserves.EXACT]
-        approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
+        rest = "" if inexact else "; the others' gradients are exact"
+        approximations.append(f"{len(cut)} tensors are not trained (their gradient is None){rest}")
+    approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = variants.counters
     choices = [choice for report in reports for choice in report.choices]
     reordered = {choice.layer for choice in choices}

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import Lsp, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Vcas
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
-from graphopt import Budget
+from graphopt import Budget, PassError
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from tests import zoo
 
@@ -79,7 +79,6 @@ def test_training_with_everything_at_once(name: str, flops: float, schedule: str
 
 def test_the_report_counts_what_runs_whatever_the_combination() -> None:
     model, opt, optimizer, data = optimised("bert", 0.8)
-    opt._variants  # noqa: B018
     for step in range(7):
         opt(**data[step % 2]).loss.backward()
         optimizer.step()
@@ -98,3 +97,86 @@ def test_the_report_counts_what_runs_whatever_the_combination() -> None:
         assert report.flops_ratio == pytest.approx(ours.get_total_flops() / full.get_total_flops())
         exact = opt._plan.without_sampling().rewrite(opt.graph, opt.last_step.graph.batch_size)[1][-1].step_flops_after
         assert opt.last_step.sampled_part == pytest.approx(ours.get_total_flops() / exact)
+
+
+def test_a_compressed_weight_that_is_not_trained_is_refused() -> None:
+    model, inputs = zoo.make("mlp", 6)
+    refused: list[tuple[list[Any], str]] = [
+        ([GreenTrainer(train=("third.bias",)), Lsp(subspace=3, nonzeros=2)], "first"),
+        (
+            [GreenTrainer(train=("third.weight",)), Lsp(subspace=3, nonzeros=2, weights=("second.weight", "third.weight"))],
+            "second",
+        ),
+    ]
+    for passes, name in refused:
+        with pytest.raises(
+            PassError, match=rf"lsp cannot compress the gradient of {name}\.weight: greentrainer does not train it"
+        ):
+            graphopt.optimize(model, inputs, passes=passes, backend="aot_eager")
+    passes = [GreenTrainer(train=("second.weight", "third.bias")), Lsp(subspace=3, nonzeros=2)]
+    opt = graphopt.optimize(model, inputs, passes=passes, backend="aot_eager")
+    assert opt.subspaces is not None
+    assert list(opt.subspaces.weights) == ["second.weight"]
+
+
+def test_a_selection_that_the_sampler_cannot_carry_out_is_not_made() -> None:
+    model, inputs = zoo.make("bert", 6)
+    data = batches("bert", 2)
+    names = [n for n, p in model.named_parameters() if ".layer." in n and p.dim() == 2]
+    first = graphopt.optimize(model, inputs, budget=0.9, passes=["greentrainer"], backend="aot_eager").selected
+    sampler = Vcas(keep_tokens={next(n for n in names if n in first): 0.5})
+    opt = graphopt.optimize(model, inputs, budget=0.9, passes=[sampler, "greentrainer"], backend="aot_eager")
+    opt(**inputs).loss.backward()
+    for p in model.parameters():  # whatever was important is not any more
+        if any(p is q for n, q in model.named_parameters() if n in sampler.keep_tokens):  # type: ignore[operator]
+            p.requires_grad_(False)
+    outcome = opt.reselect(data[1], tolerance=-10.0)
+    assert not outcome.changed
+    assert opt.selected == first
+
+
+def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated() -> None:
+    _, opt, optimizer, data = optimised("bert", 0.8)
+    for step in range(6):
+        opt(**data[step % 2]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        opt.controller.after_step(data[step % 2])
+    assert opt.sample_ratios
+    assert opt.last_step.sampled_part < 1
+    before = opt.selected
+    assert opt.reselect(data[3], optimizer, tolerance=-10.0).changed
+    assert opt.sample_ratios == ()
+    new = [n for n in opt.selected - before if n in opt.subspaces.weights]
+    opt(**data[0]).loss.backward()
+    optimizer.step()
+    assert opt.last_step is None or opt.last_step.sampled_part == 1.0
+    for n in new:
+        assert opt.subspaces.weights[n].error < 1, n  # fitted to its first gradient
+
+
+class TwoLosses(nn.Module):
+    """Weights that no step selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.wide(x) + self.bias).square().mean()
+
+
+def test_a_step_with_nothing_to_compress_is_not_taken_for_a_check_for_ever() -> None:
+    torch.manual_seed(0)
+    model, x = TwoLosses(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=4, nonzeros=2, criterion="flops")], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-2)
+    model.wide.weight.requires_grad_(False)
+    before = model.wide.weight.clone()
+    for _ in range(3):
+        opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert opt.last_step is not None
+    assert torch.equal(model.wide.weight, before)
