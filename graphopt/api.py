@@ -80,7 +80,7 @@ def optimize(
         plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
         compression = next((p for p in plan.passes if isinstance(p, Lsp)), None)
         if compression is not None:
-            plan = replace(plan, compressed=tuple(site.name for site in compression.applicable(graph)))
+            plan = replace(plan, compressed=compressed_weights(plan, compression, graph))
         if any(isinstance(p, Vcas) for p in plan.passes):
             plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
     opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
@@ -134,6 +134,23 @@ def make_plan(
     if auto and not plan.recompute:
         plan = plan.with_passes([p for p in plan.passes if not isinstance(p, Recompute)])
     return plan
+
+
+def compressed_weights(plan: Plan, compression: Lsp, graph: TrainingGraph) -> tuple[str, ...]:
+    """The weights whose gradient is compressed whenever it is computed, whatever is selected and sampled from step to step.
+
+    Raises:
+        PassError: there is none; or the tensors to train were given, and a weight that was named, or every weight, is not among
+            them.
+    """
+    names = tuple(site.name for site in compression.applicable(graph))
+    if plan.train is None or plan.selection is not None:  # a selection may change: whatever it may train has a subspace
+        return names
+    trained = tuple(name for name in names if name in plan.train)
+    if not trained or (compression.weights is not None and trained != names):
+        cut = next(name for name in names if name not in plan.train)
+        raise PassError(f"lsp cannot compress the gradient of {cut}: greentrainer does not train it. Train it, or leave it out.")
+    return trained
 
 
 def check_sampling(plan: Plan, graph: TrainingGraph, reason: str) -> Plan:

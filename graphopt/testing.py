@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from graphopt.passes.base import Projected
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.runtime.variants import graph_inputs
 from graphopt.specialise import specialise
+from graphopt.tangents import expected_results
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
 """Largest difference allowed, relative to the largest gradient entry of the model."""
@@ -42,15 +43,22 @@ class PassCheck:
     """The outcome of one check.
 
     Attributes:
-        report: of the pass.
-        error: largest difference from eager autograd, relative to the largest gradient entry of the model; of a pass that is
+        report: of the last pass; `reports` of every one.
+        preserves: what was checked: the weakest contracts among the passes, UNBIASED and PROJECTED both where both are there.
+        error: largest difference from eager autograd, relative to the largest gradient entry of the model; where a pass is
             UNBIASED, of the mean over draws in units of its standard error.
         counted_flops: by `FlopCounterMode` while the rewritten step ran, without fusion or recomputation.
+        graph: after all passes.
+        step: runs forward and backward of the loss once more, and releases the gradients; for measurements.
     """
 
     report: PassReport
     error: float
     counted_flops: int
+    reports: tuple[PassReport, ...]
+    preserves: frozenset[Preserves]
+    graph: TrainingGraph
+    step: Callable[[], None]
 
 
 def check_pass(
@@ -72,61 +80,128 @@ def check_pass(
     Args:
         model: deterministic (no dropout); copied for every dtype, never changed.
         inputs: one batch, as for `graphopt.optimize`.
-        decisions: for `apply`. None: every other applicable site.
+        decisions: for `apply`, or a function from the graph to them. None: every other applicable site.
         dtypes: floating-point types to check in.
     Raises:
         PassError: names the first violation.
     """
-    if rewrite.preserves is Preserves.PROJECTED and not isinstance(rewrite, Projected):
-        raise PassError(f"{rewrite.name} is PROJECTED, but does not say of what: give it `example_inputs` and `image`.")
-    return [_check(rewrite, model, inputs, decisions, dtype, backend, batch_dim) for dtype in dtypes]
+    return check_passes([(rewrite, decisions)], model, inputs, dtypes=dtypes, backend=backend, batch_dim=batch_dim)
+
+
+def check_passes(
+    passes: Sequence[tuple[Pass, Any]],
+    model: nn.Module,
+    inputs: Any,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
+    backend: Backend = "aot_eager",
+    batch_dim: BatchDim = 0,
+    captured: Mapping[torch.dtype, TrainingGraph] | None = None,
+    draws: int = DRAWS,
+) -> list[PassCheck]:
+    """Hold several passes on one graph to the weakest of their contracts; see `check_pass`.
+
+    Where none is UNBIASED, every gradient must be eager's, and that of a compressed weight the stated image of eager's. Where one
+    is, the mean over `draws` runs must be within `STANDARD_ERRORS` of that.
+
+    Args:
+        passes: with the decisions of each, in the order in which they are to run (see `graphopt.passes.in_order`). Decisions
+            that are None, or a function, are found on the graph as the passes before left it.
+        captured: graphs of this model and these inputs by dtype, for callers that check many combinations. They are not changed.
+        draws: the least bias that is found is `STANDARD_ERRORS` / sqrt(draws) of a gradient's standard deviation.
+    Raises:
+        PassError: names the passes and the first violation.
+    """
+    for rewrite, _ in passes:
+        if rewrite.preserves is Preserves.PROJECTED and not isinstance(rewrite, Projected):
+            raise PassError(f"{rewrite.name} is PROJECTED, but does not say of what: give it `example_inputs` and `image`.")
+    projected = [rewrite for rewrite, _ in passes if isinstance(rewrite, Projected)]
+    if len(projected) > 1:
+        raise PassError(f"{projected[0].name} and {projected[1].name} are both PROJECTED: check them one at a time.")
+    return [_check(passes, model, inputs, dtype, backend, batch_dim, (captured or {}).get(dtype), draws) for dtype in dtypes]
 
 
 def _check(
-    rewrite: Pass,
+    passes: Sequence[tuple[Pass, Any]],
     model: nn.Module,
     inputs: Any,
-    decisions: Any,
     dtype: torch.dtype,
     backend: Backend,
     batch_dim: BatchDim,
+    captured: TrainingGraph | None,
+    draws: int,
 ) -> PassCheck:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
+    name = " + ".join(rewrite.name for rewrite, _ in passes)
+    kinds = {rewrite.preserves for rewrite, _ in passes}
     reference, candidate = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
     args, kwargs = pytree.tree_map(cast, as_call(inputs))
-    graph = capture_to_run(candidate, args, kwargs, batch_dim)
-    before = str(graph.graph)
-    if decisions is None:
-        decisions = {site.name for site in rewrite.applicable(graph)[::2]}
-    rewritten, report = run_pass(rewrite, graph, decisions)
-    if str(graph.graph) != before:
-        raise PassError(f"{rewrite.name} changed the caller's graph; it must rewrite only what run_pass hands it.")
-
+    graph = captured or capture_to_run(candidate, args, kwargs, batch_dim)
+    rewritten, reports = _rewritten(passes, graph)
     for parameter in (*reference.parameters(), *candidate.parameters()):
         parameter.grad = None
-    given = {}
-    if isinstance(rewrite, Projected):
-        drawn = rewrite.example_inputs(rewritten, seed=0)
+    projected = next((rewrite for rewrite, _ in passes if isinstance(rewrite, Projected)), None)
+    given: dict[InputDesc, Tensor] = {}
+    if projected is not None:
+        drawn = projected.example_inputs(rewritten, seed=0)
         given = {desc: value.requires_grad_(desc.kind == "compressed") for desc, value in drawn.items()}
+    refused = {desc.target for desc in rewritten.refused if desc.kind == "output"}
     run = compiled(rewritten, candidate, args, kwargs, backend, given)
+
+    def released() -> None:
+        candidate.zero_grad()
+        for value in given.values():
+            value.grad = None
+
+    def draw() -> None:
+        released()
+        _differentiable(run(), refused).backward()
+
+    def step() -> None:
+        outputs = run()
+        loss = [outputs[i] for i in sorted(expected_results(rewritten)) if i < len(outputs)]
+        del outputs
+        torch.autograd.backward(loss, [torch.ones_like(t) for t in loss])
+        released()
+
     with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
         outputs = run()
-        _differentiable(outputs).backward()
+        _differentiable(outputs, refused).backward()
     expected = pytree.tree_leaves(reference(*args, **kwargs))
-    _differentiable(expected).backward()
+    _differentiable(expected, refused).backward()
     counted = counter.get_total_flops()
-    _compare_results(rewrite, outputs, expected, reference, candidate, TOLERANCE[dtype])
-    if rewrite.preserves is not Preserves.UNBIASED:
-        error = _compare_gradients(rewrite, rewritten, reference, candidate, TOLERANCE[dtype])
+    tolerance = TOLERANCE[dtype]
+    _compare_results(name, outputs, expected, reference, candidate, tolerance)
+    wanted = _Wanted.of(rewritten, reference, projected, given)
+    if Preserves.UNBIASED in kinds:
+        error = _compare_mean(name, wanted, candidate, given, draw, tolerance, draws)
     else:
-        error = _compare_mean(rewrite, rewritten, reference, candidate, run, TOLERANCE[dtype])
-    if isinstance(rewrite, Projected):
-        error = max(error, _compare_images(rewrite, given, reference, TOLERANCE[dtype]))
+        error = _compare_gradients(name, wanted, candidate, given, tolerance)
     if backend == "aot_eager" and counted != flop_profile(rewritten).step:
-        raise PassError(f"{rewrite.name}: {counted} FLOPs ran where {flop_profile(rewritten).step} were predicted.")
-    return PassCheck(report, error, counted)
+        raise PassError(f"{name}: {counted} FLOPs ran where {flop_profile(rewritten).step} were predicted.")
+    inexact = frozenset(kinds - {Preserves.EXACT}) or frozenset({Preserves.EXACT})
+    return PassCheck(reports[-1], error, counted, tuple(reports), inexact, rewritten, step)
+
+
+def _rewritten(passes: Sequence[tuple[Pass, Any]], graph: TrainingGraph) -> tuple[TrainingGraph, list[PassReport]]:
+    """The graph after all passes, none of which may change the one that it is handed."""
+    reports = []
+    for rewrite, given in passes:
+        before = str(graph.graph)
+        decisions = given(graph) if callable(given) else given
+        if decisions is None:
+            decisions = {site.name for site in rewrite.applicable(graph)[::2]}
+        rewritten, report = run_pass(rewrite, graph, decisions)
+        if str(graph.graph) != before:
+            raise PassError(f"{rewrite.name} changed the caller's graph; it must rewrite only what run_pass hands it.")
+        lost = sorted(set(graph.gradients()) ^ set(rewritten.gradients()))
+        if lost and rewrite.preserves is not Preserves.EXACT:
+            raise PassError(f"{rewrite.name} is {rewrite.preserves.name}, but the gradient of {lost[0]} is gone.")
+        graph = rewritten
+        reports.append(report)
+    return graph, reports
 
 
 def compiled(
@@ -149,99 +224,139 @@ def compiled(
     return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms, given))
 
 
-def _differentiable(outputs: Iterable[Any]) -> Tensor:
-    """A scalar that depends on every differentiable output."""
-    parts = [t.double().square().sum() + t.double().sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack(parts).sum()
+def _differentiable(outputs: Sequence[Any], refused: Collection[int]) -> Tensor:
+    """A scalar that depends on every differentiable output but those at positions `refused`."""
+    chosen = [t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad and i not in refused]
+    return torch.stack([t.double().square().sum() + t.double().sum() for t in chosen]).sum()
 
 
 def _compare_results(
-    rewrite: Pass, outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
+    name: str, outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
 ) -> None:
     ours = [t for t in outputs if isinstance(t, Tensor)] + list(candidate.buffers())
     theirs = [t for t in expected if isinstance(t, Tensor)] + list(reference.buffers())
     if len(ours) != len(theirs):
-        raise PassError(f"{rewrite.name}: {len(ours)} outputs and buffers where eager has {len(theirs)}.")
+        raise PassError(f"{name}: {len(ours)} outputs and buffers where eager has {len(theirs)}.")
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance):
-            raise PassError(f"{rewrite.name}: output or buffer {i} differs from eager.")
+            raise PassError(f"{name}: output or buffer {i} differs from eager.")
 
 
-def _compare_mean(
-    rewrite: Pass,
-    graph: TrainingGraph,
-    reference: nn.Module,
-    candidate: nn.Module,
-    run: Callable[[], list[Any]],
-    tolerance: float,
-) -> float:
-    """Compare the mean gradient over many draws with eager's; returns the largest difference in standard errors."""
-    names = [name for name in graph.gradients() if name not in graph.compressed]
-    parameters = dict(candidate.named_parameters())
-    exact = {n: p.grad.double() for n, p in reference.named_parameters() if p.grad is not None}
-    missing = sorted(set(names) ^ set(exact))
-    if missing:
-        raise PassError(f"{rewrite.name}: {missing[0]} has a gradient either in eager mode or here, not in both.")
-    total = {name: torch.zeros_like(exact[name]) for name in names}
-    squares = {name: torch.zeros_like(exact[name]) for name in names}
-    for _ in range(DRAWS):
-        candidate.zero_grad()
-        _differentiable(run()).backward()
-        for name in names:
-            drawn = parameters[name].grad
-            assert drawn is not None
-            total[name] += drawn.double()
-            squares[name] += drawn.double().square()
-    scale = max((float(g.abs().max()) for g in exact.values()), default=1.0) or 1.0
-    worst = 0.0
-    for name in names:
-        mean = total[name] / DRAWS
-        variance = float((squares[name] / DRAWS - mean.square()).clamp(min=0).sum()) / DRAWS
-        distance = float((mean - exact[name]).norm())
-        rounding = tolerance * scale * math.sqrt(mean.numel())
-        errors = max(0.0, distance - rounding) / math.sqrt(variance) if variance > rounding**2 / DRAWS else 0.0
-        worst = max(worst, errors)
-        if errors > STANDARD_ERRORS or (errors == 0.0 and distance > rounding + STANDARD_ERRORS * math.sqrt(variance)):
-            raise PassError(f"{rewrite.name}: the mean gradient of {name} is {errors:.1f} standard errors from eager's.")
-    return worst
+@dataclass(frozen=True)
+class _Wanted:
+    """What the gradients of a step must be.
 
+    Attributes:
+        ordinary: eager's gradients, by parameter, of those that the graph computes as they are.
+        images: those of compressed weights.
+        scale: the largest entry of eager's gradients.
+    """
 
-def _compare_images(rewrite: Projected, given: Mapping[InputDesc, Tensor], reference: nn.Module, tolerance: float) -> float:
-    """Compare the gradients of added inputs with the images of eager's; returns the largest relative difference."""
-    eager = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
-    worst = 0.0
-    for desc, variable in given.items():
-        if desc.kind != "compressed":
-            continue
-        wanted = rewrite.image(desc.target, given, eager)
-        if variable.grad is None or variable.grad.shape != wanted.shape:
-            raise PassError(
-                f"{rewrite.name}: the compressed gradient of {desc.target} is missing or is not {tuple(wanted.shape)}."
-            )
-        error = float((variable.grad.double() - wanted.double()).abs().max()) / (float(wanted.abs().max()) or 1.0)
-        worst = max(worst, error)
-        if not error <= tolerance:
-            raise PassError(f"{rewrite.name}: the gradient of {desc.target} is {error:.2e} of the largest entry off its image.")
-    return worst
+    ordinary: dict[str, Tensor]
+    images: dict[InputDesc, Tensor]
+    scale: float
+
+    @classmethod
+    def of(
+        cls, graph: TrainingGraph, reference: nn.Module, projected: Projected | None, given: Mapping[InputDesc, Tensor]
+    ) -> _Wanted:
+        """From the gradients of an eager model."""
+        eager = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
+        kept = [name for name in graph.gradients() if name not in graph.compressed]
+        missing = sorted(set(graph.gradients()) - set(eager))
+        if missing:
+            raise PassError(f"the graph computes a gradient of {missing[0]}, which has none in eager mode.")
+        images = {}
+        if projected is not None:
+            images = {d: projected.image(d.target, given, eager).double() for d in given if d.kind == "compressed"}
+        scale = max((float(g.abs().max()) for g in eager.values()), default=1.0) or 1.0
+        return cls({name: eager[name].double() for name in kept}, images, scale)
+
+    def pairs(self, candidate: nn.Module, given: Mapping[InputDesc, Tensor]) -> list[tuple[str, Tensor, Tensor, float]]:
+        """(name, gradient, what it must be, size against which differences are seen), for every gradient of a step.
+
+        Raises:
+            PassError: one is missing, of another shape, or there although the graph computes none.
+        """
+        parameters = dict(candidate.named_parameters(remove_duplicate=False))
+        names = {id(parameters[name]) for name in self.ordinary}
+        for name, parameter in parameters.items():
+            if parameter.grad is not None and id(parameter) not in names:
+                raise PassError(f"{name} has a gradient although the graph computes none.")
+        found = []
+        for name, wanted in self.ordinary.items():
+            found.append((f"the gradient of {name}", parameters[name].grad, wanted, self.scale))
+        for desc, wanted in self.images.items():
+            size = float(wanted.abs().max()) or 1.0
+            found.append((f"the compressed gradient of {desc.target}", given[desc].grad, wanted, size))
+        for what, gradient, wanted, _ in found:
+            if gradient is None or gradient.shape != wanted.shape:
+                raise PassError(f"{what} is missing, or is not {tuple(wanted.shape)}.")
+        return [(what, gradient.double(), wanted, size) for what, gradient, wanted, size in found if gradient is not None]
 
 
 def _compare_gradients(
-    rewrite: Pass, graph: TrainingGraph, reference: nn.Module, candidate: nn.Module, tolerance: float
+    name: str, wanted: _Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor], tolerance: float
 ) -> float:
-    kept = set(graph.gradients()) - graph.compressed
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-    scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=1.0) or 1.0
+    """Compare gradients with what they must be; returns the largest relative difference."""
     worst = 0.0
-    for name, parameter in candidate.named_parameters():
-        gradient, wanted = parameter.grad, expected[name]
-        if name not in kept:
-            if gradient is not None:
-                raise PassError(f"{rewrite.name}: {name} has a gradient although the graph computes none.")
-            continue
-        if gradient is None or wanted is None:
-            raise PassError(f"{rewrite.name}: the gradient of {name} is missing.")
-        error = float((gradient.double() - wanted.double()).abs().max()) / scale
+    for what, gradient, exact, size in _pairs(name, wanted, candidate, given):
+        error = float((gradient - exact).abs().max()) / size if exact.numel() else 0.0
         worst = max(worst, error)
         if not error <= tolerance:
-            raise PassError(f"{rewrite.name}: the gradient of {name} differs from eager's by {error:.2e} of the largest entry.")
+            raise PassError(f"{name}: {what} differs from eager's (or its image) by {error:.2e} of the largest entry.")
     return worst
+
+
+def _compare_mean(
+    name: str,
+    wanted: _Wanted,
+    candidate: nn.Module,
+    given: Mapping[InputDesc, Tensor],
+    draw: Callable[[], None],
+    tolerance: float,
+    draws: int,
+) -> float:
+    """Compare the mean gradient over many draws with what it must be; returns the largest difference in standard errors.
+
+    Each gradient is compared as a whole, and along the direction of what it must be, where a wrong scale shows with fewest draws.
+    """
+    total: list[Tensor] = []
+    squares: list[Tensor] = []
+    along: list[list[float]] = []
+    for _ in range(draws):
+        draw()
+        pairs = _pairs(name, wanted, candidate, given)
+        drawn = [gradient for _, gradient, _, _ in pairs]
+        along.append([float((gradient * exact).sum()) for _, gradient, exact, _ in pairs])
+        if not total:
+            total, squares = [torch.zeros_like(g) for g in drawn], [torch.zeros_like(g) for g in drawn]
+        for i, gradient in enumerate(drawn):
+            total[i] += gradient
+            squares[i] += gradient.square()
+    worst = 0.0
+    for i, (what, _, exact, size) in enumerate(_pairs(name, wanted, candidate, given)):
+        mean = total[i] / draws
+        variance = float((squares[i] / draws - mean.square()).clamp(min=0).sum()) / draws
+        distance = float((mean - exact).norm())
+        rounding = tolerance * size * math.sqrt(mean.numel())
+        errors = max(0.0, distance - rounding) / math.sqrt(variance) if variance > rounding**2 / draws else 0.0
+        length = float(exact.norm())
+        if length > rounding:
+            part = torch.tensor([values[i] for values in along], dtype=torch.float64) / length**2
+            slack = rounding / length
+            off = abs(float(part.mean()) - 1.0) - slack
+            errors = max(errors, off / max(float(part.std()) / math.sqrt(draws), slack))
+        worst = max(worst, errors)
+        if errors > STANDARD_ERRORS or (errors == 0.0 and distance > rounding + STANDARD_ERRORS * math.sqrt(variance)):
+            raise PassError(f"{name}: the mean of {what} is {errors:.1f} standard errors from eager's (or its image).")
+    return worst
+
+
+def _pairs(
+    name: str, wanted: _Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor]
+) -> list[tuple[str, Tensor, Tensor, float]]:
+    try:
+        return wanted.pairs(candidate, given)
+    except PassError as error:
+        raise PassError(f"{name}: {error}") from error

@@ -16,8 +16,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt import compat
 from graphopt.budget import Budget
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, PassError
 from graphopt.lower import check_backend
+from graphopt.passes import Preserves
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
@@ -43,6 +44,12 @@ def graphopt_backend(
         raise GraphoptError(f"unknown option {', '.join(unknown)}: use budget, passes and backend.")
     budget = Budget.of(settings["budget"])
     passes = resolve_passes(settings["passes"], budget)
+    for rewrite in passes:
+        if rewrite.preserves is Preserves.PROJECTED:
+            raise PassError(
+                f"{rewrite.name} needs an optimizer that steps compressed gradients, which torch.compile cannot hand out: use "
+                "graphopt.optimize() and opt.make_optimizer()."
+            )
     check_backend(settings["backend"])
     region = _Region(module)
     steps: BoundedCache[Any, Callable[..., Any]] = BoundedCache(STEP_LIMIT)

@@ -27,7 +27,7 @@ Ratios = tuple[tuple[str, float], ...]
 
 
 def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
-    """The passes to run, and a check that they serve every field of the budget.
+    """The passes to run, in the order in which they run (see `in_order`), and a check that they serve every field of the budget.
 
     Args:
         passes: "auto" (those that need no budget, and whatever the budget needs), or names and pass objects.
@@ -58,8 +58,6 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
         raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
     if budget.variance is None and any(isinstance(p, Vcas) and p.adaptive for p in chosen):
         raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
-    if any(isinstance(p, Vcas) for p in chosen) and any(isinstance(p, Lsp) for p in chosen):
-        raise PassError("lsp and vcas cannot be used together in this version: leave out one of them.")
     if budget.memory is None and any(isinstance(p, Recompute) and p.segments is None for p in chosen):
         raise PassError("recompute needs the names of segments, or a Budget(memory=...) to choose them for.")
     served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
@@ -123,13 +121,8 @@ class Plan:
     @property
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
-        return (
-            self.train,
-            frozenset(name for name, error in self.imprecise.items() if error > ETA),
-            self.ratios,
-            self.checking,
-            self.recompute,
-        )
+        imprecise = frozenset(name for name, error in self.imprecise.items() if error > ETA)
+        return self.train, imprecise, self.ratios if self.checking is None else (), self.checking, self.recompute
 
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
@@ -139,13 +132,13 @@ class Plan:
         """
         reports = []
         batch_size = batch_size or graph.batch_size
+        captured = graph = replace(graph, batch_size=batch_size)  # rows and FLOPs are counted for this batch
         for rewrite in self.passes:
             choices: tuple[Any, ...] = ()
             if isinstance(rewrite, Vcas):
-                graph = replace(graph, batch_size=batch_size)  # rows are counted for this batch
                 decisions: Any = self._sample_ratios(rewrite, graph)
             elif isinstance(rewrite, Lsp):
-                decisions, choices = self._compressions(graph, batch_size, rewrite)
+                decisions, choices = self._compressions(captured, graph, rewrite)
             elif isinstance(rewrite, Recompute):
                 decisions = self._segments(rewrite, graph)
             elif isinstance(rewrite, RunLora):
@@ -167,11 +160,16 @@ class Plan:
 
     @property
     def samples(self) -> bool:
-        """Whether a step of this plan would leave out rows of the backward."""
-        return any(isinstance(p, Vcas) and (not p.adaptive or self.ratios) for p in self.passes)
+        """Whether a step of this plan would leave out rows of the backward; one that checks projectors never does."""
+        return self.checking is None and any(isinstance(p, Vcas) and (not p.adaptive or self.ratios) for p in self.passes)
 
     def before_sampling(self) -> Plan:
-        """The plan without samplers."""
+        """The plan of what runs before the sampler: rows are counted, and variances measured, on ordinary gradients."""
+        kinds = [isinstance(p, Vcas) for p in self.passes]
+        return replace(self, passes=self.passes[: kinds.index(True) if True in kinds else None], ratios=())
+
+    def without_sampling(self) -> Plan:
+        """The plan with every row kept."""
         return replace(self, passes=tuple(p for p in self.passes if not isinstance(p, Vcas)), ratios=())
 
     def with_passes(self, passes: Sequence[Pass]) -> Plan:
@@ -184,8 +182,22 @@ class Plan:
         known = {site.name for site in rewrite.applicable(graph)}
         return wanted if rewrite.segments is not None or known.issuperset(wanted) else tuple(known)
 
+    def sampled_part(self, graph: TrainingGraph, batch_size: int, reports: Sequence[PassReport]) -> float:
+        """FLOPs of a step as a part of those with every row kept, all else being equal.
+
+        Args:
+            graph, batch_size: see `rewrite`, which returned `reports`.
+        """
+        sampling = [i for i, report in enumerate(reports) if report.name == Vcas.name and report.changes.changed]
+        if not sampling:
+            return 1.0
+        whole = reports[sampling[0]].step_flops_before
+        if sampling[0] < len(reports) - 1:
+            whole = self.without_sampling().rewrite(graph, batch_size)[1][-1].step_flops_after
+        return reports[-1].step_flops_after / whole
+
     def _sample_ratios(self, rewrite: Vcas, graph: TrainingGraph) -> dict[str, float]:
-        if self.mixing or not graph.symbolic:
+        if self.mixing or not graph.symbolic or self.checking is not None:
             return {}
         if not rewrite.adaptive:
             return rewrite.ratios(graph)
@@ -195,17 +207,22 @@ class Plan:
         return {name: ratio for name, ratio in self.ratios if name in known}
 
     def _compressions(
-        self, graph: TrainingGraph, batch_size: int, rewrite: Lsp
+        self, captured: TrainingGraph, graph: TrainingGraph, rewrite: Lsp
     ) -> tuple[dict[str, str | Exchange], tuple[CompressionChoice, ...]]:
-        """How gradients are compressed; always those of the same weights, since an optimizer holds their state."""
-        names = [site.name for site in rewrite.applicable(graph)] if self.compressed is None else self.compressed
+        """How gradients are compressed; always those of the same weights, since an optimizer holds their state.
+
+        Args:
+            captured: before any pass; it says which weights these are, where the plan does not.
+            graph: whose gradients are compressed. One that a pass turned into something else than a sum of products is formed.
+        """
+        names = [site.name for site in rewrite.applicable(captured)] if self.compressed is None else self.compressed
         computed = graph.gradients()
         wanted = [name for name in names if name in computed]
         if rewrite.schedule == "zero":
             return dict.fromkeys(wanted, "formed"), ()
         if self.checking is not None:
             return {name: Exchange(self.checking, names.index(name)) for name in wanted}, ()
-        choices = choose_compressions(graph, batch_size, rewrite, wanted, product_times)
+        choices = choose_compressions(graph, graph.batch_size, rewrite, wanted, product_times)
         return {name: choices[name].order for name in wanted}, tuple(choices.values())
 
     def _orders(self, graph: TrainingGraph, batch_size: int, rewrite: RunLora) -> dict[str, Choice]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What optimisation did, at the captured batch size; FLOPs are 2 per multiply-add.
+    """What optimisation did, at the batch size of the last step (before the first, of the example); FLOPs are 2 per multiply-add.
 
     Attributes:
         budget: the limits asked for.
@@ -170,14 +170,18 @@ def make_report(
     trainable = list(flops.order)
     selected = [n for n in trainable if plan.train is None or n in plan.train]
     cut = [n for n in trainable if n not in set(selected)]
-    reports = plan.rewrite(graph)[1] if step is None else step.reports
+    size = step.graph.batch_size if step is not None and flops.symbolic else flops.batch_size
+    flops = flops.at(size)  # rows that are left out are counted for one batch size
+    reports = () if step is None else step.reports
+    if step is None or (reports and reports[0].step_flops_before != flops.step):  # or a step of another sequence length
+        reports = tuple(plan.rewrite(graph, size)[1])
     step_flops = reports[-1].step_flops_after if reports else flops.step
     approximations = []
+    inexact = [p for p in plan.passes if p.preserves is not Preserves.EXACT and not (isinstance(p, Vcas) and plan.mixing)]
     if cut:
-        approximations.append(f"{len(cut)} tensors are not trained (their gradient is None); the others' gradients are exact")
-    if not plan.mixing:
-        inexact = [p for p in plan.passes if p.preserves is not Preserves.EXACT]
-        approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
+        rest = "" if inexact else "; the others' gradients are exact"
+        approximations.append(f"{len(cut)} tensors are not trained (their gradient is None){rest}")
+    approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = variants.counters
     choices = [choice for report in reports for choice in report.choices]
     reordered = {choice.layer for choice in choices}

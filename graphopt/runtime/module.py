@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.capture import as_call
-from graphopt.errors import BudgetError, GraphoptError, ImportanceError
+from graphopt.errors import BudgetError, GraphoptError, ImportanceError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import RunLora, Vcas
@@ -138,6 +138,8 @@ class OptimizedModule(nn.Module):
         step, inputs = self._variants.step(plan, args, kwargs)
         if checking:
             subspaces.synchronize()
+            if not step.graph.compressed:
+                subspaces.nothing_to_check()
         else:
             self.__dict__["_last_step"] = step
         subspaces.forwards += 1
@@ -240,14 +242,25 @@ class OptimizedModule(nn.Module):
         if within and (gain <= tolerance or set(selection.names) == current):
             return Reselection(False, gain, seconds)
         plan = replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance, recompute=())
-        if plan.memory is not None and self._plan.train is not None:
-            try:
+        try:
+            if plan.memory is not None:
                 plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
-            except BudgetError as error:
-                logger.warning("keeping the last selection: %s", error)
-                return Reselection(False, gain, seconds)
+            plan = self._resampled(plan, args, kwargs)
+            plan.rewrite(graph, self._variants.batch_size(args, kwargs))
+        except (PassError, BudgetError) as error:
+            logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
+            return Reselection(False, gain, seconds)
         self._install(plan, graph, profile)
         return Reselection(True, gain, seconds)
+
+    def _resampled(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """The plan of another selection, which has other boundaries: ratios that were measured for the last one no longer hold.
+
+        Until the next calibration every row is kept.
+        """
+        if not any(isinstance(p, Vcas) for p in plan.passes):
+            return plan
+        return replace(plan, ratios=(), mixing=self._variants.mixing(plan, args, kwargs))
 
     @property
     def controller(self) -> SamplingController | None:
@@ -278,11 +291,13 @@ class OptimizedModule(nn.Module):
         graph = self._variants.captured(args, kwargs)
         size = self._variants.batch_size(args, kwargs)
         plan = replace(self._plan, ratios=ratios, sampled_batch=size)
-        report = next(r for r in plan.rewrite(graph, size)[1] if r.name == Vcas.name)
-        return report.step_flops_after / report.step_flops_before
+        return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
     def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
-        """A step that samples nothing and measures what sampling would do; kept for as long as the plan and shapes are."""
+        """A step that samples nothing and measures what sampling would do to ordinary gradients, be they compressed in training;
+        kept for as long as the plan and shapes are."""
+        if self.subspaces is not None:
+            self.subspaces.synchronize()  # it reads the weights
         args, kwargs = as_call(batch)
         return self._variants.measuring_step(self._plan.before_sampling(), args, kwargs, seed)
 
@@ -302,13 +317,14 @@ class OptimizedModule(nn.Module):
     def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> None:
         """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
         before = self.selected
-        self.__dict__.update(_plan=plan, _graph=graph, _profile=profile)
+        self.__dict__.update(_plan=plan, _graph=graph, _profile=profile, _last_step=None)
         parameters = dict(self._model.named_parameters())
         for name in before - self.selected:
             if name in parameters:
                 parameters[name].grad = None
         if self.subspaces is not None:
             self.subspaces.clear_gradients(before - self.selected)
+            self.subspaces.check_new(self.selected - before)
 
     @property
     def report(self) -> Report:

@@ -88,6 +88,9 @@ class SamplingController:
     budget. It uses a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the
     first one, training is exact.
 
+    Variances are those of ordinary gradients: a calibration runs neither samplers nor the lsp pass. Where gradients are
+    compressed, the variance that sampling adds to P'GQ, as a part of the mini-batch's own, is not measured.
+
     Example:
         for batch in loader:
             ...  # forward, backward, optimizer.step()
@@ -142,8 +145,7 @@ class SamplingController:
         if self.opt.mixing:
             self.counts.spent += 1.0
             return None
-        reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
-        self.counts.spent += next((r.step_flops_after / r.step_flops_before for r in reports if r.name == Vcas.name), 1.0)
+        self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
         self._recent = [*self._recent, batch][-BATCHES:]
         if not self.due.after_step():
             return None

@@ -127,6 +127,15 @@ class Subspaces:
         """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
         return self.rewrite.schedule != "zero" and self.steps // self.rewrite.check_every != self._checked_at
 
+    def nothing_to_check(self) -> None:
+        """The step that was to compare projectors computes no compressed gradient: none of these weights is trained now."""
+        self._checked_at = self.steps // self.rewrite.check_every
+
+    def check_new(self, names: Iterable[str]) -> None:
+        """Some weights are trained from now on: have the next step fit projectors that have never seen a gradient."""
+        if any(math.isnan(self.weights[name].error) for name in names if name in self.weights):
+            self._checked_at = -1
+
     def after_step(self, names: Iterable[str]) -> None:
         """An optimizer has stepped some weights: projectors that were fitted for them meanwhile come into force.
 

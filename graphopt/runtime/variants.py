@@ -74,6 +74,7 @@ class CompiledStep:
         lowered: the compiled callable and its two graphs.
         reports: what each pass did.
         compile_seconds: rewriting, specialising and compiling; `rewrite_seconds` is the passes' share.
+        sampled_part: FLOPs as a part of those with every row kept.
     """
 
     graph: TrainingGraph
@@ -82,6 +83,7 @@ class CompiledStep:
     compile_seconds: float
     rewrite_seconds: float
     uniforms: Uniforms
+    sampled_part: float = 1.0
 
     def __call__(
         self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, given: Mapping[InputDesc, Tensor] | None = None
@@ -261,6 +263,7 @@ class Variants:
     def _compile(self, signature: Any, graph: TrainingGraph, plan: Plan, batch_size: int) -> CompiledStep:
         start = time.perf_counter()
         rewritten, reports = plan.rewrite(graph, batch_size)
+        sampled_part = plan.sampled_part(graph, batch_size, reports)
         rewrite_seconds = time.perf_counter() - start
         self.counters.rewrite_seconds += rewrite_seconds
         backend = self.backend if plan.checking is None else "aot_eager"  # a checking step runs once in many
@@ -269,7 +272,7 @@ class Variants:
         elapsed = time.perf_counter() - start
         self.counters.compilations += 1
         self.counters.compile_seconds += elapsed
-        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms)
+        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms, sampled_part)
 
     def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
         """Everything that a captured graph depends on, but for the batch size."""

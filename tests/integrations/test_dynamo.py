@@ -1,5 +1,6 @@
 import pytest
 import torch
+from graphopt.passes import Lsp
 from torch import nn
 
 from tests import zoo
@@ -42,4 +43,11 @@ def test_bad_options_are_refused() -> None:
     torch.compiler.reset()
     model = torch.compile(nn.Linear(3, 2), backend="graphopt", options={"bugdet": 0.5})
     with pytest.raises(Exception, match="bugdet"):
+        model(torch.randn(4, 3))
+
+
+def test_compressed_gradients_are_refused_with_the_way_to_have_them() -> None:
+    torch.compiler.reset()
+    model = torch.compile(nn.Linear(3, 2), backend="graphopt", options={"passes": [Lsp(subspace=2, nonzeros=1)]})
+    with pytest.raises(Exception, match=r"lsp needs an optimizer .* opt.make_optimizer\(\)"):
         model(torch.randn(4, 3))

@@ -1,0 +1,182 @@
+"""All passes together while a model trains: one budget for FLOPs, one for variance, compressed gradients, and selections anew."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import GreenTrainer, Lsp, Vcas
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphopt
+from graphopt import Budget, PassError
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from tests import zoo
+
+
+def batches(name: str, count: int, size: int = 8) -> list[Any]:
+    """Batches of which every other is like the first, so that there is something to learn."""
+    _, inputs = zoo.make(name, size * count)
+    return [{k: v[size * i : size * (i + 1)] for k, v in inputs.items()} for i in range(count)]
+
+
+def optimised(name: str, flops: float, **lsp: Any) -> tuple[nn.Module, Any, Any, list[Any]]:
+    model, _ = zoo.make(name, 8)
+    data = batches(name, 4)
+    opt = graphopt.optimize(
+        model,
+        data[0],
+        budget=Budget(flops=flops, variance=0.5),
+        passes=[
+            Lsp(**{"subspace": 4, "nonzeros": 2, "criterion": "flops", "check_every": 5, "iterations": 3, **lsp}),
+            Vcas(every=3, alpha=0.3, beta=0.5),
+            "runlora",
+            "greentrainer",
+        ],
+        backend="aot_eager",
+    )
+    return model, opt, opt.make_optimizer(torch.optim.AdamW, lr=5e-3, weight_decay=0.1), data
+
+
+@pytest.mark.parametrize(("name", "flops"), [("bert", 0.8), ("lora", 0.8)])
+@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+def test_training_with_everything_at_once(name: str, flops: float, schedule: str) -> None:
+    model, opt, optimizer, data = optimised(name, flops, schedule=schedule)
+    assert [p.name for p in opt._plan.passes] == ["greentrainer", "runlora", "vcas", "lsp"]
+    losses, sampled, selections = [], 0, {opt.selected}
+    for step in range(24):
+        batch = data[step % 2]
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        loss = opt(**batch).loss
+        loss.backward()
+        trained = opt.selected
+        for n, p in model.named_parameters():
+            assert p.grad is None or (n in trained and n not in opt.subspaces.weights), n
+        for n, w in opt.subspaces.weights.items():
+            assert (w.variable.grad is None) == (n not in trained), n
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.synchronize()
+        for n, p in model.named_parameters():
+            assert n in trained or torch.equal(p, before[n]), n
+        opt.controller.after_step(batch)
+        sampled += opt.last_step.sampled_part < 1
+        losses.append(float(loss))
+        if step in (8, 16):
+            opt.reselect(data[2 + step // 16], optimizer, tolerance=-10.0)
+            selections.add(opt.selected)
+    assert sampled > 4
+    assert len(selections) > 1
+    assert sum(losses[-4:]) < sum(losses[:4])
+    report = opt.report
+    assert report.passes == ["greentrainer", "runlora", "vcas", "lsp"]
+    assert {w["layer"] for w in report.compressed} <= opt.selected
+    assert len(report.approximations) == 3
+
+
+def test_the_report_counts_what_runs_whatever_the_combination() -> None:
+    model, opt, optimizer, data = optimised("bert", 0.8)
+    for step in range(7):
+        opt(**data[step % 2]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        opt.controller.after_step(data[step % 2])
+    assert opt.sample_ratios
+    twin = copy.deepcopy(model)
+    for batch in (data[0], zoo.rows(data[0], 5)):  # the second is smaller, so that it is not sampled
+        with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as ours:
+            opt(**batch).loss.backward()
+        with FlopCounterMode(display=False) as full:
+            twin(**batch).loss.backward()
+        report = opt.report
+        assert report.step_flops == ours.get_total_flops()
+        assert report.full_step_flops == full.get_total_flops()
+        assert report.flops_ratio == pytest.approx(ours.get_total_flops() / full.get_total_flops())
+        exact = opt._plan.without_sampling().rewrite(opt.graph, opt.last_step.graph.batch_size)[1][-1].step_flops_after
+        assert opt.last_step.sampled_part == pytest.approx(ours.get_total_flops() / exact)
+
+
+def test_a_compressed_weight_that_is_not_trained_is_refused() -> None:
+    model, inputs = zoo.make("mlp", 6)
+    refused: list[tuple[list[Any], str]] = [
+        ([GreenTrainer(train=("third.bias",)), Lsp(subspace=3, nonzeros=2)], "first"),
+        (
+            [GreenTrainer(train=("third.weight",)), Lsp(subspace=3, nonzeros=2, weights=("second.weight", "third.weight"))],
+            "second",
+        ),
+    ]
+    for passes, name in refused:
+        with pytest.raises(
+            PassError, match=rf"lsp cannot compress the gradient of {name}\.weight: greentrainer does not train it"
+        ):
+            graphopt.optimize(model, inputs, passes=passes, backend="aot_eager")
+    passes = [GreenTrainer(train=("second.weight", "third.bias")), Lsp(subspace=3, nonzeros=2)]
+    opt = graphopt.optimize(model, inputs, passes=passes, backend="aot_eager")
+    assert opt.subspaces is not None
+    assert list(opt.subspaces.weights) == ["second.weight"]
+
+
+def test_a_selection_that_the_sampler_cannot_carry_out_is_not_made() -> None:
+    model, inputs = zoo.make("bert", 6)
+    data = batches("bert", 2)
+    names = [n for n, p in model.named_parameters() if ".layer." in n and p.dim() == 2]
+    first = graphopt.optimize(model, inputs, budget=0.9, passes=["greentrainer"], backend="aot_eager").selected
+    sampler = Vcas(keep_tokens={next(n for n in names if n in first): 0.5})
+    opt = graphopt.optimize(model, inputs, budget=0.9, passes=[sampler, "greentrainer"], backend="aot_eager")
+    opt(**inputs).loss.backward()
+    for p in model.parameters():  # whatever was important is not any more
+        if any(p is q for n, q in model.named_parameters() if n in sampler.keep_tokens):  # type: ignore[operator]
+            p.requires_grad_(False)
+    outcome = opt.reselect(data[1], tolerance=-10.0)
+    assert not outcome.changed
+    assert opt.selected == first
+
+
+def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated() -> None:
+    _, opt, optimizer, data = optimised("bert", 0.8)
+    for step in range(6):
+        opt(**data[step % 2]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        opt.controller.after_step(data[step % 2])
+    assert opt.sample_ratios
+    assert opt.last_step.sampled_part < 1
+    before = opt.selected
+    assert opt.reselect(data[3], optimizer, tolerance=-10.0).changed
+    assert opt.sample_ratios == ()
+    new = [n for n in opt.selected - before if n in opt.subspaces.weights]
+    opt(**data[0]).loss.backward()
+    optimizer.step()
+    assert opt.last_step is None or opt.last_step.sampled_part == 1.0
+    for n in new:
+        assert opt.subspaces.weights[n].error < 1, n  # fitted to its first gradient
+
+
+class TwoLosses(nn.Module):
+    """Weights that no step selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 8)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.wide(x) + self.bias).square().mean()
+
+
+def test_a_step_with_nothing_to_compress_is_not_taken_for_a_check_for_ever() -> None:
+    torch.manual_seed(0)
+    model, x = TwoLosses(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=4, nonzeros=2, criterion="flops")], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-2)
+    model.wide.weight.requires_grad_(False)
+    before = model.wide.weight.clone()
+    for _ in range(3):
+        opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert opt.last_step is not None
+    assert torch.equal(model.wide.weight, before)
