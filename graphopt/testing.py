@@ -17,6 +17,7 @@ from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import BatchDim, as_call, batch_size_of, capture_to_run, flatten_call
 from graphopt.compat import InputDesc
+from graphopt.equivalence import TOLERANCE, compare_gradients, compare_values, largest_entry
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
@@ -25,10 +26,6 @@ from graphopt.passes.base import Projected
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.runtime.variants import graph_inputs
 from graphopt.specialise import specialise
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
-"""Largest difference allowed, relative to the largest gradient entry of the model."""
-
 
 DRAWS = 200
 """Runs over which the gradients of an UNBIASED pass are averaged."""
@@ -158,13 +155,20 @@ def _differentiable(outputs: Iterable[Any]) -> Tensor:
 def _compare_results(
     rewrite: Pass, outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
 ) -> None:
-    ours = [t for t in outputs if isinstance(t, Tensor)] + list(candidate.buffers())
-    theirs = [t for t in expected if isinstance(t, Tensor)] + list(reference.buffers())
+    ours, theirs = _named(outputs, candidate), _named(expected, reference)
     if len(ours) != len(theirs):
         raise PassError(f"{rewrite.name}: {len(ours)} outputs and buffers where eager has {len(theirs)}.")
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance):
-            raise PassError(f"{rewrite.name}: output or buffer {i} differs from eager.")
+    found = compare_values(ours, theirs, tolerance)
+    if found.difference:
+        raise PassError(f"{rewrite.name}: {found.difference}.")
+
+
+def _named(outputs: Iterable[Any], model: nn.Module) -> dict[str, Tensor]:
+    tensors = [t for t in outputs if isinstance(t, Tensor)]
+    return {
+        **{f"output {i}": t for i, t in enumerate(tensors)},
+        **{f"the buffer {name}": buffer for name, buffer in model.named_buffers()},
+    }
 
 
 def _compare_mean(
@@ -192,7 +196,7 @@ def _compare_mean(
             assert drawn is not None
             total[name] += drawn.double()
             squares[name] += drawn.double().square()
-    scale = max((float(g.abs().max()) for g in exact.values()), default=1.0) or 1.0
+    scale = largest_entry(exact.values())
     worst = 0.0
     for name in names:
         mean = total[name] / DRAWS
@@ -228,20 +232,12 @@ def _compare_images(rewrite: Projected, given: Mapping[InputDesc, Tensor], refer
 def _compare_gradients(
     rewrite: Pass, graph: TrainingGraph, reference: nn.Module, candidate: nn.Module, tolerance: float
 ) -> float:
-    kept = set(graph.gradients()) - graph.compressed
-    expected = {name: p.grad for name, p in reference.named_parameters()}
-    scale = max((float(g.abs().max()) for g in expected.values() if g is not None), default=1.0) or 1.0
-    worst = 0.0
-    for name, parameter in candidate.named_parameters():
-        gradient, wanted = parameter.grad, expected[name]
-        if name not in kept:
-            if gradient is not None:
-                raise PassError(f"{rewrite.name}: {name} has a gradient although the graph computes none.")
-            continue
-        if gradient is None or wanted is None:
-            raise PassError(f"{rewrite.name}: the gradient of {name} is missing.")
-        error = float((gradient.double() - wanted.double()).abs().max()) / scale
-        worst = max(worst, error)
-        if not error <= tolerance:
-            raise PassError(f"{rewrite.name}: the gradient of {name} differs from eager's by {error:.2e} of the largest entry.")
-    return worst
+    found = compare_gradients(
+        {name: p.grad for name, p in candidate.named_parameters()},
+        {name: p.grad for name, p in reference.named_parameters()},
+        set(graph.gradients()) - graph.compressed,
+        tolerance,
+    )
+    if found.difference:
+        raise PassError(f"{rewrite.name}: {found.difference}.")
+    return found.error

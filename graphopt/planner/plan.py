@@ -119,7 +119,12 @@ class Plan:
     @property
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
-        return self.train, frozenset(name for name, error in self.imprecise.items() if error > ETA), self.ratios, self.checking
+        passes = tuple(p.name for p in self.passes)
+        return self.train, self._unmerged, self.ratios, self.checking, passes
+
+    @property
+    def _unmerged(self) -> frozenset[str]:
+        return frozenset(name for name, error in self.imprecise.items() if error > ETA)
 
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
@@ -161,6 +166,17 @@ class Plan:
     def before_sampling(self) -> Plan:
         """The plan without samplers."""
         return replace(self, passes=tuple(p for p in self.passes if not isinstance(p, Vcas)), ratios=())
+
+    def without_approximations(self) -> Plan:
+        """The plan with the passes alone whose gradients are exact; what is trained stays the same."""
+        exact = tuple(p for p in self.passes if p.preserves is Preserves.EXACT)
+        return replace(self, passes=exact, ratios=(), checking=None)
+
+    def may_replace(self, other: Plan) -> bool:
+        """Whether a step of this plan can stand in for one of `other`: it leaves out no more rows, and rounds no more away."""
+        wanted = dict(other.ratios)
+        keeps = all(ratio >= wanted.get(site, 1.0) for site, ratio in self.ratios)
+        return self.checking is None and keeps and self._unmerged >= other._unmerged
 
     def _sample_ratios(self, rewrite: Vcas, graph: TrainingGraph) -> dict[str, float]:
         if self.mixing or not graph.symbolic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -165,12 +166,18 @@ def make_report(
     select_seconds: float,
     controller: SamplingController | None = None,
     subspaces: Subspaces | None = None,
+    fallbacks: Sequence[str] = (),
 ) -> Report:
-    """Gather a `Report` from what the runtime knows."""
+    """Gather a `Report` from what the runtime knows.
+
+    Args:
+        step: that ran last; None before the first, and where the model itself ran in its place, as `fallbacks` then say.
+    """
     trainable = list(flops.order)
     selected = [n for n in trainable if plan.train is None or n in plan.train]
     cut = [n for n in trainable if n not in set(selected)]
-    reports = plan.rewrite(graph)[1] if step is None else step.reports
+    in_eager_mode = step is None and bool(fallbacks)
+    reports = step.reports if step is not None else () if in_eager_mode else plan.rewrite(graph)[1]
     step_flops = reports[-1].step_flops_after if reports else flops.step
     approximations = []
     if cut:
@@ -214,9 +221,9 @@ def make_report(
         compile_seconds=counters.compile_seconds,
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
-        notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else [])],
+        notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else []), *fallbacks],
         adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in orders],
         compressed=[_compressed(c, subspaces) for c in choices if isinstance(c, CompressionChoice)],
         left_alone=left_alone,
-        sampling=_sampling(plan, graph, controller),
+        sampling=None if in_eager_mode else _sampling(plan, graph, controller),
     )

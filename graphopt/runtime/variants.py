@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +34,7 @@ CAPTURE_LIMIT = 8
 STEP_LIMIT = 16
 """Compiled steps kept per optimised model."""
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -64,18 +64,24 @@ class BoundedCache(Generic[Key, Value]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def newest_first(self) -> list[tuple[Key, Value]]:
+        """All entries, the most recently used first."""
+        return list(reversed(self._entries.items()))
+
 
 @dataclass(frozen=True)
 class CompiledStep:
     """One compiled training step of a model.
 
     Attributes:
+        plan: that it carries out.
         graph: the static graph that was lowered.
         lowered: the compiled callable and its two graphs.
         reports: what each pass did.
         compile_seconds: rewriting, specialising and compiling; `rewrite_seconds` is the passes' share.
     """
 
+    plan: Plan
     graph: TrainingGraph
     lowered: Lowered
     reports: tuple[PassReport, ...]
@@ -198,6 +204,21 @@ class Variants:
             step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
         return step, inputs
 
+    def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int | None]:
+        """Everything about a call that its compiled step depends on but the plan; nothing is traced."""
+        inputs = flatten_call(args, kwargs)
+        dims = batch_dims_of(inputs, self.batch_dim)
+        return self._signature(inputs, dims), batch_size_of(inputs, dims)
+
+    def last_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], acceptable: Callable[[Plan], bool]) -> Plan | None:
+        """The plan of the step that ran last for such a call, among those that are acceptable and still compiled."""
+        signature, batch_size = self.place(args, kwargs)
+        for (place, _, size), step in self._steps.newest_first():
+            alike = place == signature or place == (signature, batch_size)
+            if alike and size == (batch_size or step.graph.batch_size) and acceptable(step.plan):
+                return step.plan
+        return None
+
     def _mixing(self, signature: Any, graph: TrainingGraph, plan: Plan, inputs: FlatInputs) -> str:
         """Why this captured graph cannot be sampled; it is not what `optimize` saw if flags or the selection have changed."""
         key = (signature, plan.train)
@@ -269,7 +290,7 @@ class Variants:
         elapsed = time.perf_counter() - start
         self.counters.compilations += 1
         self.counters.compile_seconds += elapsed
-        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms)
+        return CompiledStep(plan, static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms)
 
     def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
         """Everything that a captured graph depends on, but for the batch size."""
