@@ -21,6 +21,7 @@ from graphopt.lower import check_backend
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.runtime.disabled import switched_off
 from graphopt.runtime.variants import STEP_LIMIT, BoundedCache
 
 _TRAINED = WeakIdKeyDictionary()
@@ -42,6 +43,8 @@ def graphopt_backend(
     if unknown:
         raise GraphoptError(f"unknown option {', '.join(unknown)}: use budget, passes and backend.")
     budget = Budget.of(settings["budget"])
+    if switched_off():
+        return module
     passes = resolve_passes(settings["passes"], budget)
     check_backend(settings["backend"])
     region = _Region(module)

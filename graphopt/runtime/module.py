@@ -207,6 +207,11 @@ class OptimizedModule(nn.Module):
         return names if self._plan.train is None else names & self._plan.train
 
     @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    @property
     def selects(self) -> bool:
         """Whether only some tensors are trained."""
         return self._plan.train is not None

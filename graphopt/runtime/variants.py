@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
 from graphopt.compat import InputDesc
+from graphopt.compat.inductor import eager_draws
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend, Lowered, lower
@@ -201,8 +202,18 @@ class Variants:
         if step is None:
             if plan.samples:
                 plan = replace(plan, mixing=self._mixing(signature, graph, plan, inputs))
-            step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
+            step = self._steps.put(key, self._compile(graph, plan, batch_size, self.backend))
         return step, inputs
+
+    def step_with_eager_draws(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledStep:
+        """As `step`, but where it draws random numbers (dropout) eager mode's kernels do; such a step is not kept."""
+        inputs = flatten_call(args, kwargs)
+        signature, graph = self._captured(inputs, args, kwargs)
+        if self.backend == "aot_eager" or not any(map(draws, graph.graph.nodes)):
+            return self.step(plan, args, kwargs)[0]
+        batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
+        with eager_draws():
+            return self._compile(graph, plan, batch_size, "aot_eager" if callable(self.backend) else self.backend)
 
     def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int | None]:
         """Everything about a call that its compiled step depends on but the plan; nothing is traced."""
@@ -279,12 +290,12 @@ class Variants:
         place = signature if shared else (signature, batch_size)
         return place, self._captures.put(place, graph)
 
-    def _compile(self, signature: Any, graph: TrainingGraph, plan: Plan, batch_size: int) -> CompiledStep:
+    def _compile(self, graph: TrainingGraph, plan: Plan, batch_size: int, backend: Backend) -> CompiledStep:
         start = time.perf_counter()
         rewritten, reports = plan.rewrite(graph, batch_size)
         rewrite_seconds = time.perf_counter() - start
         self.counters.rewrite_seconds += rewrite_seconds
-        backend = self.backend if plan.checking is None else "aot_eager"  # a checking step runs once in many
+        backend = backend if plan.checking is None else "aot_eager"  # a checking step runs once in many
         static = specialise(rewritten, batch_size, decompose=backend == "inductor")
         lowered = lower(static, backend)
         elapsed = time.perf_counter() - start
@@ -304,6 +315,15 @@ class Variants:
             held = (*module._parameters.values(), *module._buffers.values())
             model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
         return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**{a.name: a.default_value for a in arguments}, **dict(zip((a.name for a in arguments), node.args, strict=False))}
+    return {**given, **node.kwargs}.get("dropout_p") != 0.0
 
 
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:
