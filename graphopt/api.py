@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,10 +35,14 @@ from graphopt.planner.joint_plan import Means, default_compression, within_memor
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
+from graphopt.runtime.against_eager import first_difference
+from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.sampling import SamplingController
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import Variants
+
+logger = logging.getLogger(__name__)
 
 
 def optimize(
@@ -50,6 +55,7 @@ def optimize(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     batch_dim: BatchDim = 0,
+    verify: bool = False,
 ) -> OptimizedModule:
     """The same model with a cheaper training step.
 
@@ -62,12 +68,18 @@ def optimize(
         optimizer: rates tensors by its own next step; without it, by their squared gradient.
         loss: a scalar from the model's output, for a model that does not return a loss; only used to rate tensors.
         batch_dim: which dimension of each input is the batch: a number, or per input name (None: it has no batch).
+        verify: run one compiled step on the example batch and compare outputs, gradients and buffers with eager autograd; if one
+            differs, warn which, and train the model as it is. Leaves no trace in the model. Of a sampler the step without
+            sampling is compared.
     Returns:
-        A module that is called as `model` is; compiled for each batch shape when it first comes.
+        A module that is called as `model` is; compiled for each batch shape when it first comes. With GRAPHOPT_DISABLE=1 in the
+        environment, or where `verify` finds a difference, one that runs the model itself (see `DisabledModule`).
     Raises:
         BudgetError, InputError, PassError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
     """
     budget = Budget.of(budget)
+    if switched_off():
+        return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
     args, kwargs = as_call(example_inputs)
@@ -87,9 +99,16 @@ def optimize(
     if compression is not None and plan.compressed is not None:
         weights = dict(model.named_parameters(remove_duplicate=False))
         opt.compress(Subspaces(compression, {name: weights[name] for name in plan.compressed}))
+        plan = opt.plan
     for rewrite in plan.passes:
         if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None:
             opt.control(SamplingController(opt, rewrite, budget.variance))
+    if verify:
+        with _training_mode(model):
+            difference = first_difference(model, variants, plan, args, kwargs, loss, opt.subspaces)
+        if difference:
+            logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
+            return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
     return opt
 
 

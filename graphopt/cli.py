@@ -146,6 +146,7 @@ def optimize(
     batch: Batch = 4,
     length: Length = 32,
     backend: Annotated[str, typer.Option(help="inductor or aot_eager.")] = "aot_eager",
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the step with eager autograd on the example batch.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Optimise a model for a budget, run one step on random inputs, and dump the graphs."""
@@ -155,7 +156,7 @@ def optimize(
     console = Console(stderr=True)
     with console.status("optimising"):
         loaded, inputs = load(model, batch, length, weights=True)
-        opt = graphopt.optimize(loaded.train(), inputs, budget=budget, backend=backend)
+        opt = graphopt.optimize(loaded.train(), inputs, budget=budget, backend=backend, verify=verify)
         _run_once(opt, inputs)
         files = opt.dump(out)
     if as_json:

@@ -7,6 +7,7 @@ buffers back, and rebuilds outputs that are views of inputs or of other outputs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from graphopt.compat.inductor import Compiled, compile_inductor_backward, compil
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.partition import Halves, split
+
+logger = logging.getLogger(__name__)
 
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
@@ -187,7 +190,14 @@ class _Backwards:
             gradient = gradients[t.result]
             if gradient is not None:
                 saved.append(_laid_out(gradient, t.stride))
-        return self.compile_for(i for i, g in enumerate(gradients) if g is not None)(saved)
+        present = [i for i, g in enumerate(gradients) if g is not None]
+        try:
+            compiled = self.compile_for(present)
+        except Exception as error:  # in the middle of a training step: the same graph, operator by operator
+            logger.warning("a backward could not be compiled (%s); it runs uncompiled", str(error).split("\n")[0])
+            key = frozenset(t.result for t in self.tangents).intersection(present)
+            compiled = self.variants[key] = _boxed(self.halves.backward_for(key), "aot_eager")
+        return compiled(saved)
 
 
 class _Runner:

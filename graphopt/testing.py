@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import BatchDim, as_call, batch_size_of, capture_to_run, flatten_call
 from graphopt.compat import InputDesc
+from graphopt.equivalence import TOLERANCE, compare_values
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
@@ -26,10 +27,6 @@ from graphopt.runtime.uniforms import Uniforms
 from graphopt.runtime.variants import graph_inputs
 from graphopt.specialise import specialise
 from graphopt.tangents import expected_results
-
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4}
-"""Largest difference allowed, relative to the largest gradient entry of the model."""
-
 
 DRAWS = 200
 """Runs over which the gradients of an UNBIASED pass are averaged."""
@@ -233,13 +230,20 @@ def _differentiable(outputs: Sequence[Any], refused: Collection[int]) -> Tensor:
 def _compare_results(
     name: str, outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
 ) -> None:
-    ours = [t for t in outputs if isinstance(t, Tensor)] + list(candidate.buffers())
-    theirs = [t for t in expected if isinstance(t, Tensor)] + list(reference.buffers())
+    ours, theirs = _named(outputs, candidate), _named(expected, reference)
     if len(ours) != len(theirs):
         raise PassError(f"{name}: {len(ours)} outputs and buffers where eager has {len(theirs)}.")
-    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=tolerance, atol=tolerance):
-            raise PassError(f"{name}: output or buffer {i} differs from eager.")
+    found = compare_values(ours, theirs, tolerance)
+    if found.difference:
+        raise PassError(f"{name}: {found.difference}.")
+
+
+def _named(outputs: Iterable[Any], model: nn.Module) -> dict[str, Tensor]:
+    tensors = [t for t in outputs if isinstance(t, Tensor)]
+    return {
+        **{f"output {i}": t for i, t in enumerate(tensors)},
+        **{f"the buffer {name}": buffer for name, buffer in model.named_buffers()},
+    }
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,14 @@ def _size(value: Any, tensor: Tensor) -> Any:
     return fake_mode_of([tensor]).shape_env.create_symintnode(expression, hint=None)  # type: ignore[union-attr]
 
 
+def eager_draws() -> contextlib.AbstractContextManager[None]:
+    """What Inductor compiles inside draws random numbers with eager mode's kernels: the same seed gives the same dropout."""
+    from torch._inductor import config
+
+    patched: contextlib.AbstractContextManager[None] = config.patch(fallback_random=True)
+    return patched
+
+
 def fresh_compiler_cache() -> contextlib.AbstractContextManager[None]:
     """Compile from scratch inside: for measurements of compile time."""
     from torch._inductor.utils import fresh_inductor_cache

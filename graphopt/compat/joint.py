@@ -221,18 +221,37 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
 
 @contextlib.contextmanager
 def _open_recurrent_layers() -> Iterator[None]:
-    """Have an LSTM on the CPU traced as its products.
+    """Have recurrent layers traced as their products, with the dropout between them.
 
-    Where its input needs no gradient torch would take oneDNN's layer instead, whose backward then lacks its workspace.
+    Where the input of an LSTM on the CPU needs no gradient, torch would take oneDNN's layer instead, whose backward then lacks
+    its workspace. And torch's own decomposition leaves out the dropout between layers (it asks `num_layers < i - 1`).
     """
     from torch._decomp import decompositions
 
-    chosen = decompositions.select_one_layer_lstm_function
+    chosen, stacked = decompositions.select_one_layer_lstm_function, decompositions._rnn_helper
+
+    def layer_by_layer(
+        input: Tensor, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
+        bidirectional: bool, batch_first: bool, layer_fn: Any,
+    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
+        input = input.transpose(0, 1) if batch_first else input
+        directions = 2 if bidirectional else 1
+        final: list[Any] = []
+        for i in range(num_layers):
+            own = slice(i * directions, (i + 1) * directions)
+            input, states = stacked(input, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn)
+            final.extend(states)
+            if dropout and train and i < num_layers - 1:
+                input = torch.dropout(input, dropout, True)
+        return (input.transpose(0, 1) if batch_first else input), final
+
     decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
+    decompositions._rnn_helper = layer_by_layer
     try:
         yield
     finally:
         decompositions.select_one_layer_lstm_function = chosen
+        decompositions._rnn_helper = stacked
 
 
 @contextlib.contextmanager

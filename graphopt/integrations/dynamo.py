@@ -22,6 +22,7 @@ from graphopt.passes import Preserves
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.runtime.disabled import switched_off
 from graphopt.runtime.variants import STEP_LIMIT, BoundedCache
 
 _TRAINED = WeakIdKeyDictionary()
@@ -43,6 +44,8 @@ def graphopt_backend(
     if unknown:
         raise GraphoptError(f"unknown option {', '.join(unknown)}: use budget, passes and backend.")
     budget = Budget.of(settings["budget"])
+    if switched_off():
+        return module
     passes = resolve_passes(settings["passes"], budget)
     for rewrite in passes:
         if rewrite.preserves is Preserves.PROJECTED:

@@ -121,8 +121,13 @@ class Plan:
     @property
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
-        imprecise = frozenset(name for name, error in self.imprecise.items() if error > ETA)
-        return self.train, imprecise, self.ratios if self.checking is None else (), self.checking, self.recompute
+        passes = tuple(p.name for p in self.passes)
+        ratios = self.ratios if self.checking is None else ()
+        return self.train, self._unmerged, ratios, self.checking, self.offload, passes, self.recompute
+
+    @property
+    def _unmerged(self) -> frozenset[str]:
+        return frozenset(name for name, error in self.imprecise.items() if error > ETA)
 
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
@@ -195,6 +200,17 @@ class Plan:
         if sampling[0] < len(reports) - 1:
             whole = self.without_sampling().rewrite(graph, batch_size)[1][-1].step_flops_after
         return reports[-1].step_flops_after / whole
+
+    def without_approximations(self) -> Plan:
+        """The plan with the passes alone whose gradients are exact; what is trained stays the same."""
+        exact = tuple(p for p in self.passes if p.preserves is Preserves.EXACT)
+        return replace(self, passes=exact, ratios=(), checking=None)
+
+    def may_replace(self, other: Plan) -> bool:
+        """Whether a step of this plan can stand in for one of `other`: it leaves out no more rows, and rounds no more away."""
+        wanted = dict(other.ratios)
+        keeps = all(ratio >= wanted.get(site, 1.0) for site, ratio in self.ratios)
+        return self.checking is None and keeps and self._unmerged >= other._unmerged
 
     def _sample_ratios(self, rewrite: Vcas, graph: TrainingGraph) -> dict[str, float]:
         if self.mixing or not graph.symbolic or self.checking is not None:

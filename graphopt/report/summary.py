@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -165,15 +166,22 @@ def make_report(
     select_seconds: float,
     controller: SamplingController | None = None,
     subspaces: Subspaces | None = None,
+    fallbacks: Sequence[str] = (),
 ) -> Report:
-    """Gather a `Report` from what the runtime knows."""
+    """Gather a `Report` from what the runtime knows.
+
+    Args:
+        step: that ran last; None before the first, and where the model itself ran in its place, as `fallbacks` then say.
+    """
     trainable = list(flops.order)
     selected = [n for n in trainable if plan.train is None or n in plan.train]
     cut = [n for n in trainable if n not in set(selected)]
+    in_eager_mode = step is None and bool(fallbacks)
     size = step.graph.batch_size if step is not None and flops.symbolic else flops.batch_size
     flops = flops.at(size)  # rows that are left out are counted for one batch size
     reports = () if step is None else step.reports
-    if step is None or (reports and reports[0].step_flops_before != flops.step):  # or a step of another sequence length
+    other_length = step is not None and reports and reports[0].step_flops_before != flops.step
+    if (step is None and not in_eager_mode) or other_length:
         reports = tuple(plan.rewrite(graph, size)[1])
     step_flops = reports[-1].step_flops_after if reports else flops.step
     approximations = []
@@ -218,9 +226,9 @@ def make_report(
         compile_seconds=counters.compile_seconds,
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
-        notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else [])],
+        notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else []), *fallbacks],
         adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in orders],
         compressed=[_compressed(c, subspaces) for c in choices if isinstance(c, CompressionChoice)],
         left_alone=left_alone,
-        sampling=_sampling(plan, graph, controller),
+        sampling=None if in_eager_mode else _sampling(plan, graph, controller),
     )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.capture import as_call
-from graphopt.errors import BudgetError, GraphoptError, ImportanceError, PassError
+from graphopt.capture import FlatInputs, as_call
+from graphopt.errors import BudgetError, GraphoptError, ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import RunLora, Vcas
@@ -23,6 +23,7 @@ from graphopt.planner.importance import measure_importance
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
+from graphopt.runtime.fallback import Fallback, first_line
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Variants
@@ -30,7 +31,7 @@ from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Var
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import SamplingController
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
@@ -76,6 +77,7 @@ class OptimizedModule(nn.Module):
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["_variants"] = variants
+        self.__dict__["_fallback"] = Fallback(variants)
         self.__dict__["_graph"] = graph
         self.__dict__["_plan"] = plan
         self.__dict__["_loss"] = loss
@@ -120,9 +122,23 @@ class OptimizedModule(nn.Module):
             return model(*args, **kwargs)
         if self.subspaces is not None:
             return self._compressed_step(self.subspaces, args, kwargs)
-        step, inputs = self._variants.step(self._plan, args, kwargs)
+        found = self._step(self._plan, args, kwargs)
+        if found is None:
+            return self._fallback.run_model(self, args, kwargs)
+        step, inputs = found
         self.__dict__["_last_step"] = step
         return step(self.tensors(), inputs)
+
+    def _step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, FlatInputs] | None:
+        """The step for a call under `plan`, or what stands in for it; None: the model itself. See `Fallback`."""
+        found = self._fallback.step(plan, args, kwargs)
+        if found is None:
+            self.__dict__["_last_step"] = None
+        elif found[0].plan.train != plan.train:  # the last selection stays, for all shapes
+            last = found[0].plan
+            kept = replace(self._plan, train=last.train, selection=last.selection, importance=last.importance)
+            self._install(kept, self._graph, self.flops)
+        return found
 
     def _compressed_step(self, subspaces: Subspaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step that compresses gradients; now and then one that looks whether the projectors still represent them."""
@@ -135,14 +151,17 @@ class OptimizedModule(nn.Module):
         subspaces.follow_cleared_gradients([parameters[n] for n in self.selected if n not in subspaces.weights])
         checking = subspaces.due()
         plan = replace(self._plan, checking=subspaces.receiver) if checking else self._plan
-        step, inputs = self._variants.step(plan, args, kwargs)
-        if checking:
-            subspaces.synchronize()
-            if not step.graph.compressed:
-                subspaces.nothing_to_check()
-        else:
-            self.__dict__["_last_step"] = step
+        found = self._step(plan, args, kwargs)
         subspaces.forwards += 1
+        if found is None:
+            return self._fallback.run_model(self, args, kwargs)  # hooks compress the gradients of the weights themselves
+        step, inputs = found
+        if step.plan.checking is not None or step.plan.passes != plan.passes:  # its weights have no gates that wait
+            subspaces.synchronize()
+        if step.plan.checking is None:
+            self.__dict__["_last_step"] = step
+        elif not step.graph.compressed:
+            subspaces.nothing_to_check()
         tensors = self.tensors()
         return step(tensors, inputs, subspaces.given(tensors))
 
@@ -191,6 +210,20 @@ class OptimizedModule(nn.Module):
         return names if self._plan.train is None else names & self._plan.train
 
     @property
+    def plan(self) -> Plan:
+        """The plan in force."""
+        return self._plan
+
+    @property
+    def selects(self) -> bool:
+        """Whether only some tensors are trained."""
+        return self._plan.train is not None
+
+    def selects_tensor(self, name: str) -> bool:
+        """Whether parameter `name` is among those that the plan trains."""
+        return self._plan.train is None or name in self._plan.train
+
+    @property
     def graph(self) -> TrainingGraph:
         """The captured joint graph that the plan was made on."""
         return self._graph
@@ -211,7 +244,8 @@ class OptimizedModule(nn.Module):
             tolerance: the current selection stays unless the new one's importance exceeds its by this fraction, because a
                 change costs a compilation (a selection that was in force recently is still compiled).
         Returns:
-            Whether it changed. A NaN or infinite importance keeps the selection and warns.
+            Whether it changed. A NaN or infinite importance, a batch that cannot be traced and too little memory keep the
+            selection and warn.
         """
         start = time.perf_counter()
         if isinstance(optimizer, SubspaceOptimizer):
@@ -220,14 +254,18 @@ class OptimizedModule(nn.Module):
         budget = self._plan.budget
         if self._plan.selection is None or budget.flops is None:
             return Reselection(False, 0.0, time.perf_counter() - start)
-        graph = self._variants.captured(args, kwargs)
-        profile = self.flops if graph is self._graph else flop_profile(graph)
         try:
+            graph = self._variants.captured(args, kwargs)
+            profile = self.flops if graph is self._graph else flop_profile(graph)
             names = reachable(profile, budget)
+        except InputError:
+            raise
+        except Exception as error:
+            return self._kept_selection(error, start)
+        try:
             importance = measure_importance(self._model, args, kwargs, names, optimizer, self._loss)
-        except ImportanceError as error:
-            logger.warning("keeping the last selection: %s", error)
-            return Reselection(False, math.nan, time.perf_counter() - start)
+        except (ImportanceError, torch.OutOfMemoryError) as error:
+            return self._kept_selection(error, start)
         selection = select_tensors(profile, importance, budget)
         seconds = time.perf_counter() - start
         if not selection.names:
@@ -261,6 +299,10 @@ class OptimizedModule(nn.Module):
         if not any(isinstance(p, Vcas) for p in plan.passes):
             return plan
         return replace(plan, ratios=(), mixing=self._variants.mixing(plan, args, kwargs))
+
+    def _kept_selection(self, error: Exception, start: float) -> Reselection:
+        logger.warning("keeping the last selection: %s", first_line(error))
+        return Reselection(False, math.nan, time.perf_counter() - start)
 
     @property
     def controller(self) -> SamplingController | None:
@@ -340,6 +382,7 @@ class OptimizedModule(nn.Module):
             self._select_seconds,
             self.controller,
             self.subspaces,
+            self._fallback.notes,
         )
 
     @property
@@ -351,6 +394,10 @@ class OptimizedModule(nn.Module):
     def last_step(self) -> CompiledStep | None:
         """The compiled step that ran last; None before the first."""
         return self._last_step
+
+    def note(self, text: str) -> None:
+        """Warn of something that training goes on without, once, and have the report say it."""
+        self._fallback.note(text)
 
     def dump(self, directory: str | Path) -> list[Path]:
         """Write the graphs of every stage, a diff per pass, a picture and the report to `directory`.

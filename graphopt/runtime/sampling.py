@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphopt.capture import as_call, flatten_call, unchanged_rng
+from graphopt.errors import InputError
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
 from graphopt.planner.plan import Ratios
 from graphopt.planner.sample_ratios import Calibration, Norms, SampleRatios, corrected, proposed
 from graphopt.probe import Probe
 from graphopt.runtime.controllers import Every
+from graphopt.runtime.fallback import first_line
 
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
@@ -139,7 +141,8 @@ class SamplingController:
         Args:
             batch: what the model was called with: a tuple, or a dict with labels.
         Returns:
-            What was done; None between adaptations, and where the backward cannot be sampled (`opt.report` says why).
+            What was done; None between adaptations, where the backward cannot be sampled, and where a calibration failed, such
+            as for want of memory (`opt.report` says why): the ratios stay.
         """
         self.counts.steps += 1
         if self.opt.mixing:
@@ -152,6 +155,16 @@ class SamplingController:
         batches = self._alike(batch)
         if len(batches) < BATCHES:  # the batch before had another shape
             return None
+        try:
+            return self._calibrate(batch, batches)
+        except InputError:
+            raise
+        except Exception as error:
+            self.opt.note(f"a calibration of the sampler failed ({first_line(error)}); its ratios stay as they are")
+            return None
+
+    def _calibrate(self, batch: Any, batches: Sequence[Any]) -> Adaptation:
+        """Measure on `batches`, adapt, and put in force."""
         start = time.perf_counter()
         step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
         if step is not self._step:  # other shapes or another selection: other rows, other FLOPs

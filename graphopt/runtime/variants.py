@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
 from graphopt.compat import InputDesc
+from graphopt.compat.inductor import eager_draws
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend, Lowered, lower
@@ -34,7 +35,7 @@ CAPTURE_LIMIT = 8
 STEP_LIMIT = 16
 """Compiled steps kept per optimised model."""
 
-logger = logging.getLogger("graphopt")
+logger = logging.getLogger(__name__)
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -64,12 +65,17 @@ class BoundedCache(Generic[Key, Value]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def newest_first(self) -> list[tuple[Key, Value]]:
+        """All entries, the most recently used first."""
+        return list(reversed(self._entries.items()))
+
 
 @dataclass(frozen=True)
 class CompiledStep:
     """One compiled training step of a model.
 
     Attributes:
+        plan: that it carries out.
         graph: the static graph that was lowered.
         lowered: the compiled callable and its two graphs.
         reports: what each pass did.
@@ -77,6 +83,7 @@ class CompiledStep:
         sampled_part: FLOPs as a part of those with every row kept.
     """
 
+    plan: Plan
     graph: TrainingGraph
     lowered: Lowered
     reports: tuple[PassReport, ...]
@@ -197,8 +204,33 @@ class Variants:
         if step is None:
             if plan.samples:
                 plan = replace(plan, mixing=self._mixing(signature, graph, plan, inputs))
-            step = self._steps.put(key, self._compile(signature, graph, plan, batch_size))
+            step = self._steps.put(key, self._compile(graph, plan, batch_size, self.backend))
         return step, inputs
+
+    def step_with_eager_draws(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledStep:
+        """As `step`, but where it draws random numbers (dropout) eager mode's kernels do; such a step is not kept."""
+        inputs = flatten_call(args, kwargs)
+        signature, graph = self._captured(inputs, args, kwargs)
+        if self.backend == "aot_eager" or not any(map(draws, graph.graph.nodes)):
+            return self.step(plan, args, kwargs)[0]
+        batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
+        with eager_draws():
+            return self._compile(graph, plan, batch_size, "aot_eager" if callable(self.backend) else self.backend)
+
+    def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int | None]:
+        """Everything about a call that its compiled step depends on but the plan; nothing is traced."""
+        inputs = flatten_call(args, kwargs)
+        dims = batch_dims_of(inputs, self.batch_dim)
+        return self._signature(inputs, dims), batch_size_of(inputs, dims)
+
+    def last_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], acceptable: Callable[[Plan], bool]) -> Plan | None:
+        """The plan of the step that ran last for such a call, among those that are acceptable and still compiled."""
+        signature, batch_size = self.place(args, kwargs)
+        for (place, _, size), step in self._steps.newest_first():
+            alike = place == signature or place == (signature, batch_size)
+            if alike and size == (batch_size or step.graph.batch_size) and acceptable(step.plan):
+                return step.plan
+        return None
 
     def _mixing(self, signature: Any, graph: TrainingGraph, plan: Plan, inputs: FlatInputs) -> str:
         """Why this captured graph cannot be sampled; it is not what `optimize` saw if flags or the selection have changed."""
@@ -260,19 +292,19 @@ class Variants:
         place = signature if shared else (signature, batch_size)
         return place, self._captures.put(place, graph)
 
-    def _compile(self, signature: Any, graph: TrainingGraph, plan: Plan, batch_size: int) -> CompiledStep:
+    def _compile(self, graph: TrainingGraph, plan: Plan, batch_size: int, backend: Backend) -> CompiledStep:
         start = time.perf_counter()
         rewritten, reports = plan.rewrite(graph, batch_size)
         sampled_part = plan.sampled_part(graph, batch_size, reports)
         rewrite_seconds = time.perf_counter() - start
         self.counters.rewrite_seconds += rewrite_seconds
-        backend = self.backend if plan.checking is None else "aot_eager"  # a checking step runs once in many
+        backend = backend if plan.checking is None else "aot_eager"  # a checking step runs once in many
         static = specialise(rewritten, batch_size, decompose=backend == "inductor")
         lowered = lower(static, backend)
         elapsed = time.perf_counter() - start
         self.counters.compilations += 1
         self.counters.compile_seconds += elapsed
-        return CompiledStep(static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms, sampled_part)
+        return CompiledStep(plan, static, lowered, tuple(reports), elapsed, rewrite_seconds, self.uniforms, sampled_part)
 
     def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
         """Everything that a captured graph depends on, but for the batch size."""
@@ -286,6 +318,15 @@ class Variants:
             held = (*module._parameters.values(), *module._buffers.values())
             model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
         return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs))
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {**{a.name: a.default_value for a in arguments}, **dict(zip((a.name for a in arguments), node.args, strict=False))}
+    return {**given, **node.kwargs}.get("dropout_p") != 0.0
 
 
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:

@@ -1,0 +1,108 @@
+"""Whether a rewritten step computes what eager autograd does: tolerances, and the first tensor that differs.
+
+Used by `graphopt.testing`, which holds passes to their contracts, and by `optimize(verify=True)`, which holds a plan to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+"""Largest difference allowed, relative to the largest gradient entry of the model; of outputs and buffers also absolute."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two sets of tensors agree.
+
+    Attributes:
+        error: the largest difference found, in the unit of the tolerance.
+        difference: says which tensor is the first to differ, and by how much; "" if none does.
+    """
+
+    error: float
+    difference: str = ""
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
+    """The tolerance of a computation in these types: that of the coarsest."""
+    return max((TOLERANCE.get(dtype.to_real(), 0.0) for dtype in dtypes), default=0.0) or TOLERANCE[torch.float32]
+
+
+def compare_values(ours: Mapping[str, Tensor], eager: Mapping[str, Tensor], tolerance: float) -> Agreement:
+    """Compare outputs or buffers by name, in order; they must have the same shapes, and be as close as `torch.allclose` asks."""
+    missing = [name for name in (*eager, *ours) if name not in ours or name not in eager]
+    if missing:
+        return Agreement(float("inf"), f"{missing[0]} is there in eager mode or here, not in both")
+    worst = 0.0
+    for name, wanted in eager.items():
+        found = ours[name]
+        if found.shape != wanted.shape:
+            return Agreement(float("inf"), f"{name} has shape {list(found.shape)}, eager's has {list(wanted.shape)}")
+        theirs = _wide(wanted)
+        error = _largest((_wide(found) - theirs).abs() / (1 + theirs.abs()), _same(_wide(found), theirs))
+        worst = max(worst, error)
+        if not error <= tolerance:
+            return Agreement(error, f"{name} differs from eager's by {error:.2e}")
+    return Agreement(worst)
+
+
+def compare_gradients(
+    ours: Mapping[str, Tensor | None], eager: Mapping[str, Tensor | None], computed: Iterable[str], tolerance: float
+) -> Agreement:
+    """Compare gradients by name, in order of `ours`.
+
+    Args:
+        ours, eager: None where there is no gradient.
+        computed: names of those that the rewritten graph computes; the others must be None in `ours`.
+        tolerance: relative to the largest entry of eager's gradients.
+    """
+    kept = set(computed)
+    scale = largest_entry(g for g in eager.values() if g is not None)
+    worst = 0.0
+    for name, found in ours.items():
+        if name not in kept:
+            if found is not None:
+                return Agreement(float("inf"), f"{name} has a gradient although the graph computes none")
+            continue
+        wanted = eager.get(name)
+        if found is None or wanted is None:
+            return Agreement(float("inf"), f"the gradient of {name} is missing")
+        if found.shape != wanted.shape:
+            return Agreement(float("inf"), f"the gradient of {name} is {list(found.shape)}, eager's {list(wanted.shape)}")
+        theirs = _wide(wanted)
+        error = _largest((_wide(found) - theirs).abs(), _same(_wide(found), theirs)) / scale
+        worst = max(worst, error)
+        if not error <= tolerance:
+            return Agreement(error, f"the gradient of {name} differs from eager's by {error:.2e} of the largest entry")
+    return Agreement(worst)
+
+
+def largest_entry(gradients: Iterable[Tensor]) -> float:
+    """The largest magnitude among finite entries; 1 if there is none but zero."""
+    largest = 0.0
+    for gradient in gradients:
+        wide = _wide(gradient).abs()
+        largest = max(largest, _largest(wide, ~wide.isfinite()))
+    return largest or 1.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float64, dense, a complex number as two."""
+    value = tensor.detach()
+    value = value.to_dense() if value.layout != torch.strided else value
+    return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
+
+
+def _same(ours: Tensor, eager: Tensor) -> Tensor:
+    """Where both are the same, NaN and infinity included: what is not finite in eager mode must not be here."""
+    return (ours == eager) | (ours.isnan() & eager.isnan())
+
+
+def _largest(values: Tensor, left_out: Tensor) -> float:
+    """The largest of `values`; NaN if one that is not left out is."""
+    return float(values.masked_fill(left_out, 0.0).max()) if values.numel() else 0.0

@@ -1,0 +1,107 @@
+"""The model itself in the place of an optimised one: with GRAPHOPT_DISABLE=1, or where `verify=True` has found a difference.
+
+Code written for an `OptimizedModule` runs unchanged: `make_optimizer` makes the ordinary optimizer, controllers do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.budget import Budget
+from graphopt.errors import GraphoptError
+from graphopt.graph import TrainingGraph
+from graphopt.loss import LossFunction
+from graphopt.lower import Backend
+from graphopt.planner.plan import Plan
+from graphopt.report.summary import Report
+from graphopt.runtime.module import OptimizedModule, Reselection
+from graphopt.runtime.variants import Variants
+
+VARIABLE = "GRAPHOPT_DISABLE"
+"""The environment variable that switches every optimisation off, unless it is empty or 0."""
+
+
+def switched_off() -> bool:
+    """Whether the user has switched every optimisation off."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+class IdleController:
+    """Stands for a `SamplingController` where nothing is sampled."""
+
+    history: tuple[Any, ...] = ()
+    seconds = 0.0
+    flops_saved = 0.0
+
+    def after_step(self, batch: Any) -> None:
+        """Do nothing."""
+
+
+class DisabledModule(OptimizedModule):
+    """`model`, trained as it is: its forward is the model's own, uncompiled."""
+
+    def __init__(
+        self, model: nn.Module, budget: Budget, reason: str, backend: Backend = "inductor", loss: LossFunction | None = None
+    ) -> None:
+        """Set up; `optimize` does it.
+
+        Args:
+            reason: for the report.
+        """
+        super().__init__(model, Variants(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
+        self.__dict__["_reason"] = reason
+        if budget.variance is not None:
+            self.__dict__["_controller"] = IdleController()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        return self._model(*args, **kwargs)
+
+    @property
+    def selected(self) -> frozenset[str]:
+        """Names of the parameters that are trained: all that require a gradient."""
+        return frozenset(name for name, p in self._model.named_parameters() if p.requires_grad)
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """There is none."""
+        raise GraphoptError(f"no graph was captured: {self._reason}.")
+
+    @property
+    def flops(self) -> FlopProfile:
+        """Nothing was counted."""
+        raise GraphoptError(f"no FLOPs were counted: {self._reason}. Use graphopt.analyze().")
+
+    def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
+        """Everything stays trained."""
+        return Reselection(False, 0.0, 0.0)
+
+    @property
+    def report(self) -> Report:
+        """That nothing was done, and why; FLOPs are not counted (0)."""
+        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        backend = self._variants.backend
+        return Report(
+            budget=self._plan.budget.stated(), passes=[], approximations=[], trained=len(trained), trainable=len(trained),
+            selected=trained, cut=[], forward_flops=0, backward_flops=0, full_step_flops=0, step_flops=0, flops_ratio=1.0,
+            batch_size=0, importance="", solver="", batch="any: the model runs uncompiled",
+            device=str(next((p.device for p in self._model.parameters()), "cpu")),
+            backend=backend if isinstance(backend, str) else getattr(backend, "__name__", "callable"), captures=0,
+            compilations=0, capture_seconds=0.0, compile_seconds=0.0, rewrite_seconds=0.0, select_seconds=0.0,
+            notes=[f"the model is trained as it is: {self._reason}"],
+        )  # fmt: skip
+
+    def dump(self, directory: str | Path) -> list[Path]:
+        """Write the report alone to `directory`; there is no graph."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "report.json"
+        path.write_text(json.dumps(self.report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        return [path]

@@ -1,0 +1,452 @@
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import GreenTrainer, Lsp, Vcas
+from graphopt.passes.base import Changes, Preserves, Site
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import PassError
+from graphopt.errors import GraphoptError
+from graphopt.graph import TrainingGraph
+from graphopt.runtime import variants
+from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.sampling import SamplingController
+from tests import zoo
+from tests.messages import warnings_of
+
+Inputs = tuple[Tensor, Tensor]
+
+
+def mlp(**options: Any) -> tuple[Any, Inputs, Any]:
+    model, inputs = zoo.make("mlp", 6)
+    return model, inputs, graphopt.optimize(model, inputs, **{"backend": "aot_eager", **options})
+
+
+def fail_to_compile(monkeypatch: pytest.MonkeyPatch, when: Callable[[TrainingGraph], bool], error: Exception) -> list[int]:
+    """Have `lower` fail for some graphs; returns the batch sizes for which it did."""
+    lower, failed = variants.lower, []
+
+    def failing(graph: TrainingGraph, backend: Any) -> Any:
+        if when(graph):
+            failed.append(graph.batch_size)
+            raise error
+        return lower(graph, backend)
+
+    monkeypatch.setattr(variants, "lower", failing)
+    return failed
+
+
+def gradients_of(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    call(model).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def eager_gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor | None]:
+    return gradients_of(copy.deepcopy(model), lambda m: m(*inputs))
+
+
+def assert_close(ours: dict[str, Any], eager: dict[str, Any], names: Any = None) -> None:
+    for name, gradient in ours.items():
+        if names is not None and name not in names:
+            assert gradient is None, name
+        else:
+            torch.testing.assert_close(gradient, eager[name])
+
+
+def test_a_batch_size_that_cannot_be_compiled_runs_the_model_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, opt = mlp()
+    failed = fail_to_compile(monkeypatch, lambda g: g.batch_size == 3, RuntimeError("no room\nfor details"))
+    few = zoo.rows(inputs, 3)
+    with warnings_of() as texts:
+        for _ in range(3):
+            assert_close(gradients_of(model, lambda _: opt(*few)), eager_gradients(model, few))
+        assert opt.last_step is None
+        assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs))
+    assert opt.last_step is not None
+    assert failed == [3]
+    assert texts == ["a step could not be compiled (RuntimeError: no room); the model itself, uncompiled runs instead"]
+    assert texts[0] in opt.report.notes
+
+
+def test_one_warning_per_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, inputs, opt = mlp()
+    fail_to_compile(monkeypatch, lambda g: g.batch_size < 5, RuntimeError("no room"))
+    with warnings_of() as texts:
+        for size in (2, 3, 4, 2):
+            opt(*zoo.rows(inputs, size))
+    assert len(texts) == 1
+
+
+def test_the_model_in_eager_mode_trains_what_is_selected_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = ("second.weight", "third.bias")
+    model, inputs, opt = mlp(passes=[GreenTrainer(train=trained)])
+    fail_to_compile(monkeypatch, lambda g: True, RuntimeError("no room"))
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    with warnings_of():
+        for _ in range(2):
+            assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs), trained)
+            optimizer.step()
+    assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == set(trained)
+    assert all(p.requires_grad for p in model.parameters())
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    again(*inputs).backward()  # copies know nothing of the selection
+    assert all(p.grad is not None for p in again.parameters())
+    model.zero_grad()
+    del opt
+    gc.collect()
+    model(*inputs).backward()  # nor does the model, once what optimised it is gone
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_checkpointed_layers_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Checkpointed(zoo.MLP):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            block = lambda h: torch.relu(self.second(torch.relu(self.first(h))))  # noqa: E731
+            hidden = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return nn.functional.cross_entropy(self.third(hidden), labels)
+
+    model, (_, inputs) = Checkpointed(), zoo.make("mlp", 6)
+    opt = graphopt.optimize(model, inputs, passes=[GreenTrainer(train=("first.weight",))], backend="aot_eager")
+    fail_to_compile(monkeypatch, lambda g: True, RuntimeError("no room"))
+    with warnings_of():
+        assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs), ("first.weight",))
+
+
+def test_a_selection_that_cannot_be_compiled_leaves_the_last_one_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ("third.weight",), ("second.weight", "second.bias")
+    model, inputs, opt = mlp(passes=[GreenTrainer(train=first)])
+    opt(*inputs).backward()
+    from dataclasses import replace
+
+    opt._install(replace(opt.plan, train=frozenset(second)), opt.graph, opt.flops)
+    failed = fail_to_compile(monkeypatch, lambda g: g.trainable and g.trainable[0].name in second, RuntimeError("no room"))
+    with warnings_of() as texts:
+        for size in (6, 4, 6):
+            some = zoo.rows(inputs, size)
+            assert_close(gradients_of(model, lambda _, some=some: opt(*some)), eager_gradients(model, some), first)
+    assert opt.selected == set(first)
+    assert failed == [6]
+    assert "a plan that compiles runs instead" in texts[0]
+
+
+def sampled(graph: TrainingGraph) -> bool:
+    return any("graphopt" in str(node.target) for node in graph.graph.nodes)
+
+
+def test_new_ratios_that_cannot_be_compiled_give_way_to_the_last_ones_that_keep_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = zoo.make("bert", 8)
+    opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(variance=0.5), backend="aot_eager")
+    rows = [s.name for s in Vcas(keep_rows=1.0).applicable(opt.graph) if s.name.startswith("rows")][:1]
+    lower, failing = variants.lower, [False]
+    monkeypatch.setattr(variants, "lower", lambda *a: (_ for _ in ()).throw(RuntimeError("no")) if failing[0] else lower(*a))
+
+    def run(ratio: float) -> dict[str, float]:
+        opt.set_sample_ratios(((rows[0], ratio),) if ratio < 1 else (), 8)
+        zoo.call(opt, inputs).loss.backward()
+        return dict(opt.last_step.plan.ratios)
+
+    with warnings_of() as texts:
+        assert run(0.5) == {rows[0]: 0.5}
+        failing[0] = True
+        assert run(0.25) == {rows[0]: 0.5}  # keeps more than asked for
+        assert len(texts) == 1
+        failing[0] = False
+        assert run(1.0) == {}
+        assert run(0.5) == {rows[0]: 0.5}
+        failing[0] = True
+        assert run(0.75) == {}  # 0.5 would add more variance than was measured
+        assert run(0.25) == {}
+
+
+def test_a_sampler_that_cannot_be_compiled_gives_way_to_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = zoo.make("bert", 8)
+    opt = graphopt.optimize(model, inputs, passes=[Vcas(keep_rows=0.5), "greentrainer"], backend="aot_eager")
+    fail_to_compile(monkeypatch, sampled, RuntimeError("no room"))
+    with warnings_of() as texts:
+        ours = gradients_of(model, lambda _: zoo.call(opt, inputs).loss)
+    assert_close(ours, gradients_of(copy.deepcopy(model), lambda m: zoo.call(m, inputs).loss))
+    assert "the plan without approximations runs instead" in texts[0]
+    assert opt.last_step.plan.passes
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+def test_compressed_gradients_stay_compressed(monkeypatch: pytest.MonkeyPatch, schedule: str, everything: bool) -> None:
+    """Without lsp's rewriting, gradients reach the weights themselves, where hooks compress them."""
+    results = []
+    for failing in (False, True):
+        with monkeypatch.context() as patch:
+            torch.manual_seed(0)
+            model, inputs = zoo.make("mlp", 6, torch.float64)
+            lsp = Lsp(subspace=4, nonzeros=2, criterion="flops", schedule=schedule, threshold=2.0)
+            opt = graphopt.optimize(model, inputs, passes=[lsp], backend="aot_eager")
+            optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.05)
+            if failing:
+                fail_to_compile(patch, (lambda g: True) if everything else (lambda g: g.compressed), RuntimeError("no room"))
+            with warnings_of() as texts:
+                for _ in range(3):
+                    opt(*inputs).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            optimizer.synchronize()
+            assert len(texts) == failing
+            results.append(copy.deepcopy(model.state_dict()))
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected)
+
+
+class Fussy:
+    """A pass that refuses graphs of some batch sizes, which it reads off the decisions' graph."""
+
+    name = "fussy"
+    preserves = Preserves.EXACT
+    serves = ()
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        return []
+
+    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
+        if self.broken:
+            raise KeyError("a bug of the user's")
+        return Changes(())
+
+
+def test_a_pass_that_raises_later_does_not_end_training() -> None:
+    fussy = Fussy()
+    model, inputs, opt = mlp(passes=[fussy])
+    opt(*inputs)
+    fussy.broken = True
+    few = zoo.rows(inputs, 3)
+    with warnings_of() as texts:
+        assert_close(gradients_of(model, lambda _: opt(*few)), eager_gradients(model, few))
+    assert "KeyError" in texts[0]
+    assert texts[0] in str(opt.report)
+    fussy.broken = False
+    opt(*inputs)
+    assert opt.last_step is not None
+
+
+def test_what_optimize_itself_finds_wrong_still_raises() -> None:
+    with pytest.raises(PassError, match="nonsense"):
+        mlp(passes=["nonsense"])
+    with pytest.raises(graphopt.CaptureError):
+        graphopt.optimize(nn.Linear(2, 2).requires_grad_(False), torch.ones(3, 2))
+
+
+class Branching(nn.Module):
+    """Python that Dynamo cannot trace, for long sequences alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > 3 and float(x.sum()) > 1e9:
+            return self.layer(-x).sum()
+        return self.layer(x).square().sum()
+
+
+def test_a_length_that_cannot_be_traced() -> None:
+    model = Branching()
+    opt = graphopt.optimize(model, torch.randn(2, 3, 4), backend="aot_eager")
+    x = torch.randn(2, 5, 4)
+    with warnings_of() as texts:
+        for _ in range(2):
+            ours = gradients_of(model, lambda _: opt(x))
+    assert_close(ours, gradients_of(copy.deepcopy(model), lambda m: m(x)))
+    assert len(texts) == 1
+    assert "CaptureError" in texts[0]
+    assert opt._variants.counters.captures == 1
+
+
+def test_errors_of_the_model_are_its_own_and_not_held_against_the_compiler() -> None:
+    model, (x, labels), opt = mlp()
+    for call in (model, opt):
+        with (
+            warnings_of() as texts,
+            pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied \(6x4 and 5x8\)"),
+        ):
+            call(x[:, :4], labels)
+        with pytest.raises(TypeError, match="labels"):
+            call(x)
+    assert texts == []
+    assert opt.report.notes == []
+
+
+def test_a_batch_that_only_the_model_understands_runs_the_model() -> None:
+    class Repeats(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            return (self.layer(x) * scale).sum()
+
+    opt = graphopt.optimize(Repeats(), (torch.randn(4, 4), torch.randn(4, 1)), backend="aot_eager")
+    with warnings_of() as texts:
+        for _ in range(2):
+            opt(torch.randn(3, 4), torch.randn(1, 1)).backward()
+    assert len(texts) == 1
+    assert "disagree" in texts[0]
+
+
+def test_a_selection_that_is_frozen_as_a_whole_is_an_error() -> None:
+    model, inputs, opt = mlp(passes=[GreenTrainer(train=("third.bias",))])
+    model.third.bias.requires_grad_(False)
+    with pytest.raises(PassError, match="reselect"):
+        opt(*inputs)
+
+
+def test_out_of_memory_while_compiling_falls_back_and_while_running_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Backend:
+        raising: str = ""
+
+        def __call__(self, module: Any, inputs: Any) -> Any:
+            if self.raising == "compile":
+                raise torch.OutOfMemoryError("no room to compile")
+
+            def run(*args: Any) -> Any:
+                if self.raising == "run":
+                    raise torch.OutOfMemoryError("no room to run")
+                return module(*args)
+
+            return run
+
+    backend = Backend()
+    model, inputs = zoo.make("cnn", 4)
+    opt = graphopt.optimize(model, inputs, backend=backend)
+    loss = zoo.call(opt, inputs)["loss"]
+    state = copy.deepcopy(model.state_dict())
+    backend.raising = "run"
+    with pytest.raises(torch.OutOfMemoryError, match="no room to run"):
+        zoo.call(opt, inputs)
+    with pytest.raises(torch.OutOfMemoryError, match="no room to run"):
+        loss.backward()
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    backend.raising = ""
+    zoo.call(opt, inputs)["loss"].backward()
+    backend.raising = "compile"
+    with warnings_of() as texts:
+        zoo.call(opt, zoo.rows(inputs, 3))["loss"].backward()
+    assert "no room to compile" in texts[0]
+
+
+def test_a_backward_that_cannot_be_compiled_in_the_middle_of_a_step_runs_uncompiled() -> None:
+    """The backward for another set of differentiated outputs is compiled when it first comes."""
+    compiled: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        if len(compiled) > 2:
+            raise RuntimeError("no room")
+        return module
+
+    model, inputs = zoo.make("cnn", 4)
+    opt = graphopt.optimize(model, inputs, backend=backend)
+
+    def total(m: Any) -> Tensor:
+        output = zoo.call(m, inputs)
+        return output["loss"] + output["logits"].square().sum()
+
+    eager = gradients_of(copy.deepcopy(model), total)
+    with warnings_of() as texts:
+        ours = gradients_of(model, lambda _: total(opt))
+    assert_close(ours, eager)
+    assert len(compiled) == 3
+    assert "it runs uncompiled" in texts[0]
+
+
+def test_failures_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, inputs, opt = mlp()
+    monkeypatch.setattr("graphopt.runtime.fallback.FAILURE_LIMIT", 2)
+    failed = fail_to_compile(monkeypatch, lambda g: True, RuntimeError("no room"))
+    with warnings_of():
+        for size in (2, 3, 4, 2):
+            opt(*zoo.rows(inputs, size))
+    assert failed == [2, 3, 4, 2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_that_is_not_finite_keeps_selection_and_ratios(value: float) -> None:
+    model, (x, labels) = zoo.make("mlp", 8)
+    bad = (torch.full_like(x, value), labels)
+    opt = graphopt.optimize(model, (x, labels), budget=0.7, backend="aot_eager")
+    before, optimizer = opt.selected, torch.optim.SGD(model.parameters(), lr=0.0)
+    controller = graphopt.SelectionController(opt, optimizer, every=1)
+    with warnings_of() as texts:
+        opt(*bad).backward()
+        assert not controller.after_step(bad).changed
+    assert opt.selected == before
+    assert "keeping the last selection" in texts[0]
+    opt.zero_grad()
+    good = gradients_of(model, lambda _: opt(x, labels))
+    assert all(g is None or bool(g.isfinite().all()) for g in good.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_calibration_on_a_batch_that_is_not_finite_keeps_the_ratios(value: float) -> None:
+    model, (x, labels) = zoo.make("mlp", 16)
+    opt = graphopt.optimize(model, (x, labels), budget=graphopt.Budget(variance=0.9), passes=[Vcas(every=1)], backend="aot_eager")
+    for _ in range(40):
+        opt.controller.after_step((x + torch.randn_like(x), labels))
+        if opt.sample_ratios:
+            break
+    before = opt.sample_ratios
+    state = opt.controller.state
+    assert before
+    for _ in range(3):
+        opt.controller.after_step((torch.full_like(x, value), labels))
+    assert (opt.sample_ratios, opt.controller.state) == (before, state)
+    opt(x, labels).backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
+    assert str(opt.report)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("boom")])
+def test_a_calibration_that_fails_keeps_the_ratios(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    model, inputs = zoo.make("mlp", 16)
+    opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(variance=0.9), passes=[Vcas(every=1)], backend="aot_eager")
+
+    def failing(self: Any, *_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(SamplingController, "_exact", failing)
+    with warnings_of() as texts:
+        assert [opt.controller.after_step(inputs) for _ in range(4)] == [None] * 4
+    assert len(texts) == 1
+    assert str(error) in opt.report.notes[-1]
+    assert opt.sample_ratios == ()
+
+
+def test_a_selection_that_runs_out_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, inputs, opt = mlp(budget=0.7, passes="auto")
+    before = opt.selected
+
+    def no_room(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("graphopt.runtime.module.measure_importance", no_room)
+    with warnings_of() as texts:
+        assert not opt.reselect(inputs).changed
+    assert opt.selected == before
+    assert "no room" in texts[0]
+
+
+def test_the_optimizer_of_compressed_gradients_is_still_asked_for() -> None:
+    model, inputs = zoo.make("mlp", 6)
+    opt = graphopt.optimize(model, inputs, passes=[Lsp(subspace=4, nonzeros=2)], backend="aot_eager")
+    with pytest.raises(GraphoptError, match="make_optimizer"):
+        opt(*inputs)
+    assert isinstance(opt._fallback, Fallback)
