@@ -72,7 +72,7 @@ class ProductTimes:
 
     def _time(self, name: str, measure: object) -> float:
         if name not in self._known:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
                 self._known[name] = measure()  # type: ignore[operator]
             _write(self.path, self.key, self._known)
         self.used[name] = self._known[name]

@@ -19,6 +19,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     """
     kept = optimizer.state, optimizer.param_groups
     try:
+        if len(state["param_groups"]) != len(kept[1]):
+            raise ValueError(f"{len(state['param_groups'])} parameter groups, and not {len(kept[1])}")
         groups = [_options(saved, group) for saved, group in zip(state["param_groups"], kept[1], strict=True)]
         for index, entries in state["state"].items():
             if not isinstance(entries, dict):

@@ -14,11 +14,10 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from graphopt.errors import CheckpointError, InputError
@@ -29,8 +28,9 @@ MOST_BYTES_OF_STRUCTURE = 90_000_000
 """Safetensors reads no header of more than 100 MB."""
 
 _TYPES = {
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
+    torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
 }  # fmt: skip
 
 
@@ -49,13 +49,13 @@ def write_state(path: str | os.PathLike[str], tree: Any) -> None:
     structure = json.dumps(_encoded(tree, "", tensors), allow_nan=False)
     if len(structure) > MOST_BYTES_OF_STRUCTURE:
         raise InputError(f"the state has {len(structure):,} bytes beside its tensors, more than a safetensors file can hold.")
-    tensors = _apart(tensors)
-    metadata = {"format": FORMAT, "version": str(VERSION), "state": structure, "sha256": _digest(structure, tensors)}
+    tensors = {name: tensor.cpu().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
+    metadata = {"format": FORMAT, "version": str(VERSION), "state": structure, "sha256": digest_of(structure, tensors)}
     target = Path(path).resolve()  # a link stays a link
     try:
-        with _replacing(target) as beside:
-            save_file(tensors, beside, metadata)
-    except (OSError, SafetensorError, MemoryError) as error:
+        with _replacing(target) as file:
+            _write(file, tensors, metadata)
+    except (OSError, MemoryError) as error:
         raise CheckpointError(
             f"the state could not be written to {path}, and what was there is as it was: {error}. Make room there, or save to "
             "another folder."
@@ -70,16 +70,18 @@ def read_state(path: str | os.PathLike[str]) -> Any:
     """
     damaged = f"{path} is damaged or no safetensors file"
     try:
+        if os.path.isdir(path):
+            raise FileNotFoundError("it is a folder")
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             structure = _checked_kind(path, metadata)
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  not a mapping
-        if metadata.get("sha256") != _digest(structure, tensors):
+        if metadata.get("sha256") != digest_of(structure, tensors):
             raise InputError(f"{path} is damaged: its digest is not that of its content. Use an earlier checkpoint.")
         tree = _decoded(json.loads(structure), tensors)
     except InputError:
         raise
-    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+    except (FileNotFoundError, PermissionError) as error:
         raise InputError(f"no state can be read from {path}: {error}. Give a file that save_state() wrote.") from error
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError, MemoryError) as error:
         raise InputError(f"{damaged}: {error}. Use an earlier checkpoint.") from error
@@ -104,27 +106,45 @@ def _checked_kind(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> 
 
 
 @contextlib.contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
+def _replacing(target: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `target` if all goes well, and is gone if not."""
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
-        os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        yield beside
-        _to_disk(beside)
+        with open(beside, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(beside, target)
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # not every system can flush a folder; the file is in its place
-        _to_disk(target.parent)
+        folder = os.open(target.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """The safetensors format, one tensor after another: `safetensors.torch.save_file` writes to a file of its own choice and does
+    not flush it to the disk."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    aligned = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    for name in aligned:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {"dtype": _TYPES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)
+    for name in aligned:
+        file.write(_bytes_of(tensors[name]))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
@@ -170,25 +190,13 @@ def _put_aside(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
     return name
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, no two in the same memory."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        here = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-        place = here.untyped_storage().data_ptr()
-        found[name] = here.clone() if place in seen else here
-        seen.add(place)
-    return found
-
-
-def _digest(structure: str, tensors: Mapping[str, Tensor]) -> str:
+def digest_of(structure: str, tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of everything that a file holds."""
     digest = hashlib.sha256(structure.encode("utf-8", "surrogatepass"))
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(_bytes_of(tensor))
     return digest.hexdigest()
 
 

@@ -34,6 +34,9 @@ class Controllers:
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Controllers, ()  # a copy of a model has controllers of its own
+
     def add(self, controller: Stateful) -> None:
         """Keep the state of `controller` in checkpoints, too."""
         self._references.append(weakref.ref(controller))
