@@ -14,6 +14,7 @@ from graphopt.budget import Budget
 from graphopt.errors import (
     BudgetError,
     CaptureError,
+    CheckpointError,
     GraphoptError,
     ImportanceError,
     InputError,
@@ -30,6 +31,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "GraphoptError",
     "ImportanceError",
     "InputError",
