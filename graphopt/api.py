@@ -34,7 +34,7 @@ from graphopt.planner.importance import Importance, measure_importance
 from graphopt.planner.joint_plan import Means, default_compression, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
-from graphopt.planner.plan import Plan, reachable, resolve_passes, select_tensors
+from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
@@ -135,7 +135,9 @@ def make_plan(
         if auto and not sites.layers and not sites.left_alone:
             passes = tuple(p for p in passes if not isinstance(p, RunLora))
         imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    plan = Plan(budget, passes, imprecise=imprecise, memory=MemoryLimit.of(budget, backend, optimizer))
+    left_out = {"vcas": SAMPLING_LEFT_OUT} if auto and budget.flops is not None and budget.variance is not None else {}
+    limit = MemoryLimit.of(budget, backend, optimizer)
+    plan = Plan(budget, passes, imprecise=imprecise, memory=limit, not_needed=left_out)
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
     if plan.memory is None:
         return plan
@@ -149,10 +151,7 @@ def make_plan(
     # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
     compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
     freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
-    plan = within_memory(plan, graph, Means(freeze, compress), rate)
-    if auto and not plan.recompute:
-        plan = plan.with_passes([p for p in plan.passes if not isinstance(p, Recompute)])
-    return plan
+    return within_memory(plan, graph, Means(freeze, compress), rate)
 
 
 def compressed_weights(plan: Plan, compression: Lsp, graph: TrainingGraph) -> tuple[str, ...]:

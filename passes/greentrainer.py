@@ -24,13 +24,14 @@ class GreenTrainer:
     """The cut; which tensors to train is decided elsewhere (`graphopt.planner.selection`).
 
     Attributes:
-        train: names of the parameters to train. None: the planner selects them under `Budget(flops=...)`.
+        train: names of the parameters to train. None: the planner selects them under `Budget(flops=...)`, or
+            fewer than all where `Budget(memory=...)` leaves no other way.
     """
 
     train: tuple[str, ...] | None = None
     name = "greentrainer"
     preserves = Preserves.EXACT
-    serves = ("flops",)
+    serves = ("flops", "memory")
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every parameter whose gradient the graph computes."""

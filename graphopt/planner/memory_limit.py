@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphopt.analysis.step_memory import step_memory
@@ -33,6 +33,7 @@ class MemoryLimit:
     peak_bytes: int
     backend: str
     optimizer: Any = "adamw"
+    _known: dict[Hashable, int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, budget: Budget, backend: Backend, optimizer: Any = None) -> MemoryLimit | None:
@@ -45,6 +46,12 @@ class MemoryLimit:
         """Peak bytes of a step of `graph`."""
         memory = step_memory(graph, self.backend, self.optimizer)
         return (memory if batch_size == memory.batch_size else memory.at(batch_size)).peak_bytes
+
+    def peak_once(self, key: Hashable, make: Callable[[], TrainingGraph], batch_size: int) -> int:
+        """Peak bytes of a step of the graph that `make` gives; foretold once for every `key` and batch size."""
+        if (key, batch_size) not in self._known:
+            self._known[key, batch_size] = self.peak_of(make(), batch_size)
+        return self._known[key, batch_size]
 
 
 def orders_within(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, choose: ChooseOrders) -> dict[str, Choice]:

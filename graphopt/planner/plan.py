@@ -61,6 +61,8 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
     if budget.memory is None and any(isinstance(p, Recompute) and p.segments is None for p in chosen):
         raise PassError("recompute needs the names of segments, or a Budget(memory=...) to choose them for.")
     served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
+    if passes == "auto":
+        served.update(budget.stated())  # a limit that no pass uses up is kept
     for name, value in budget.stated().items():
         if name not in served:
             known = sorted({"memory", *(s for make in BY_NAME.values() for s in make.serves)})
@@ -73,9 +75,15 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
 
 def _wanted(kind: type[Pass], budget: Budget) -> bool:
     """Whether "auto" uses a pass: it serves the budget, or it needs none and changes nothing but the cost."""
+    if kind is Vcas and budget.flops is not None:
+        return False  # see `SAMPLING_LEFT_OUT`
     if kind.serves:
         return bool(set(kind.serves) & set(budget.stated()))
     return kind.preserves is Preserves.EXACT
+
+
+SAMPLING_LEFT_OUT = "the selection keeps to the FLOPs by itself, and measuring variances would cost more of them"
+"""Why "auto" does not sample rows where FLOPs are limited, although the budget allows some variance."""
 
 
 def _known() -> str:
@@ -99,6 +107,7 @@ class Plan:
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
         compressed: weights whose gradient is compressed; None: those that can be.
         recompute: segments of the forward that the backward computes again, where the planner chooses them.
+        not_needed: why, by name, of passes that the budget would allow and that were left out.
         offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
         checking: the receiver to which the step hands the full gradients of those; None where it compresses them itself.
     """
@@ -115,6 +124,7 @@ class Plan:
     mixing: str = ""
     compressed: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ()
+    not_needed: Mapping[str, str] = field(default_factory=dict)
     checking: int | None = None
     offload: tuple[int, int] | None = None
 

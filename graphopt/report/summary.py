@@ -13,6 +13,7 @@ from graphopt.passes.vcas import ROWS, TOKENS
 from graphopt.planner.compression import CompressionChoice
 from graphopt.planner.contraction import Choice
 from graphopt.planner.plan import Plan
+from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
 from graphopt.runtime.variants import CompiledStep, Variants
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Report:
             "tokens_variance"), and the part of all FLOPs saved so far, calibrations paid for ("flops_saved", "calibrations",
             "seconds").
         left_alone: reason by name for what looks like such an adapter and is not reordered.
+        plan: what each pass contributed, what was not needed, what remains of the budget, and what was measured.
         notes: what else there is to know about the captured model.
         forward_flops, backward_flops, full_step_flops: of full training.
         step_flops: of the optimised step; `flops_ratio` is its share of the full step.
@@ -75,6 +77,7 @@ class Report:
     left_alone: dict[str, str] = field(default_factory=dict)
     sampling: dict[str, Any] | None = None
     compressed: list[dict[str, Any]] = field(default_factory=list)
+    plan: PlanSummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -99,6 +102,8 @@ class Report:
             f"overhead         {self.captures} captures {self.capture_seconds:.1f} s, selection {self.select_seconds:.1f} s, "
             f"{self.compilations} compilations {self.compile_seconds:.1f} s (passes {self.rewrite_seconds:.2f} s)"
         )
+        if self.plan is not None:
+            lines += plan_lines(self.plan)
         if self.sampling is not None:
             lines += _sampling_lines(self.sampling)
         lines.extend(f"compressed       {weight['text']}" for weight in self.compressed)
@@ -167,6 +172,7 @@ def make_report(
     controller: SamplingController | None = None,
     subspaces: Subspaces | None = None,
     fallbacks: Sequence[str] = (),
+    clock: StepClock | None = None,
 ) -> Report:
     """Gather a `Report` from what the runtime knows.
 
@@ -201,9 +207,17 @@ def make_report(
         if name not in reordered
     }
     orders = [choice for choice in choices if isinstance(choice, Choice)]
+    ratio = step_flops / flops.step if flops.step else 1.0
+    peak = None
+    if plan.memory is not None and not in_eager_mode:
+        peak = plan.memory.peak_once((plan.key, id(graph)), lambda: plan.rewrite(graph, size)[0], size)
+    last = controller.history[-1] if controller is not None and controller.history else None
+    variance = last.rows_variance + last.tokens_variance if last is not None else 0.0
+    summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock())
     return Report(
         budget=plan.budget.stated(),
-        passes=[p.name for p in plan.passes],
+        passes=[p.name for p in plan.passes if p.name not in summary.not_needed],
+        plan=summary,
         approximations=approximations,
         trained=len(selected),
         trainable=len(trainable),
@@ -213,7 +227,7 @@ def make_report(
         backward_flops=flops.backward,
         full_step_flops=flops.step,
         step_flops=step_flops,
-        flops_ratio=step_flops / flops.step if flops.step else 1.0,
+        flops_ratio=ratio,
         batch_size=flops.batch_size,
         importance=plan.importance.source if plan.importance else "",
         solver=plan.selection.solver if plan.selection else "",

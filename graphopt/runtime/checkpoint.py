@@ -48,6 +48,7 @@ class _PlanState:
     ratios: tuple[tuple[str, float], ...]
     sampled_batch: int
     mixing: str
+    recompute: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def _plan_state(plan: Plan) -> _PlanState:
         ratios=plan.ratios,
         sampled_batch=plan.sampled_batch,
         mixing=plan.mixing,
+        recompute=plan.recompute,
     )
 
 
@@ -177,6 +179,7 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
         ratios=saved.ratios,
         sampled_batch=saved.sampled_batch,
         mixing=saved.mixing,
+        recompute=saved.recompute,
     )
 
 

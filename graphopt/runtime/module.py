@@ -23,6 +23,7 @@ from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
+from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
 from graphopt.runtime.fallback import Fallback, first_line
 from graphopt.runtime.stateful import Controllers, Stateful
@@ -88,6 +89,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_profile"] = None
         self.__dict__["_controller"] = None
         self.__dict__["_subspaces"] = None
+        self.__dict__["_clock"] = StepClock()
         self.__dict__["controllers"] = Controllers()
 
     def __getattr__(self, name: str) -> Any:
@@ -130,6 +132,7 @@ class OptimizedModule(nn.Module):
             return self._fallback.run_model(self, args, kwargs)
         step, inputs = found
         self.__dict__["_last_step"] = step
+        self._clock.tick(step)
         return step(self.tensors(), inputs)
 
     def _step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, FlatInputs] | None:
@@ -165,6 +168,7 @@ class OptimizedModule(nn.Module):
             self.__dict__["_last_step"] = step
         elif not step.graph.compressed:
             subspaces.nothing_to_check()
+        self._clock.tick(step)
         tensors = self.tensors()
         return step(tensors, inputs, subspaces.given(tensors))
 
@@ -435,6 +439,7 @@ class OptimizedModule(nn.Module):
             self.controller,
             self.subspaces,
             self._fallback.notes,
+            self._clock,
         )
 
     @property

@@ -71,7 +71,10 @@ def test_nothing_is_done_where_everything_fits() -> None:
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory="1GiB"), backend="aot_eager")
     opt(x).backward()
     assert opt.report.step_flops == opt.report.full_step_flops
-    assert "recompute" not in opt.report.passes
+    assert not opt.report.passes
+    assert opt.report.plan is not None
+    assert set(opt.report.plan.not_needed) == {"recompute", "greentrainer"}
+    assert opt.report.plan.remaining["memory"]["left"] > 0
 
 
 def test_below_what_exact_means_reach_gradients_are_compressed_for_our_own_optimizer() -> None:

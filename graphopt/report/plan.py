@@ -1,0 +1,123 @@
+"""What a plan did, pass by pass, what was not needed, and what remains of the budget; foretold beside measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphopt.passes import PassReport
+from graphopt.planner.plan import Plan
+
+UNUSED = {
+    "greentrainer": "everything is trained within the budget",
+    "recompute": "a step fits the memory without it",
+    "runlora": "autograd's own orders are the cheapest",
+}
+"""Why a pass that changed nothing was not needed."""
+
+
+@dataclass
+class StepClock:
+    """Wall-clock of training steps: from one forward of a compiled step to its next, optimizer and data loading included.
+
+    Attributes:
+        seconds: of the last steps.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    _last: tuple[Any, float] | None = None
+
+    def tick(self, step: Any) -> None:
+        """A forward of `step` begins; where another ran before, or was compiled meanwhile, nothing is measured."""
+        now = time.perf_counter()
+        if self._last is not None and self._last[0] is step:
+            self.seconds = [*self.seconds[-31:], now - self._last[1]]
+        self._last = (step, now)
+
+    @property
+    def median(self) -> float | None:
+        """Median of the last steps; None before there are three."""
+        return statistics.median(self.seconds) if len(self.seconds) >= 3 else None
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """See the module.
+
+    Attributes:
+        contributions: per pass in force, FLOPs of the step and bytes kept for the backward before and after it.
+        not_needed: why, by pass.
+        remaining: of each dimension that the budget limits: the limit, what the plan uses by its own forecast, and the rest.
+        measured: seconds of a training step, and the peak of the device's allocator where it has one; None where not measured.
+    """
+
+    contributions: list[dict[str, Any]]
+    not_needed: dict[str, str]
+    remaining: dict[str, dict[str, float]]
+    measured: dict[str, float | None]
+
+
+def summarise(
+    plan: Plan, reports: Sequence[PassReport], flops_ratio: float, peak_bytes: int | None, variance: float, clock: StepClock
+) -> PlanSummary:
+    """Gather a summary.
+
+    Args:
+        reports: of the passes that made the step.
+        flops_ratio: of the step, over full training's.
+        peak_bytes: foretold; None where nothing limits it.
+        variance: that sampling adds, as a part of the mini-batch's, when last measured.
+    """
+    used = {"flops": flops_ratio, "memory": peak_bytes, "variance": variance}
+    remaining = {}
+    for name, limit in plan.budget.stated().items():
+        value = used[name]
+        if value is not None:
+            remaining[name] = {"limit": limit, "used": value, "left": limit - value}
+    unchanged = [r.name for r in reports if not r.changes.changed and r.name in UNUSED]
+    return PlanSummary(
+        contributions=[
+            {
+                "pass": r.name,
+                "sites": len(r.changes.changed),
+                "flops": (r.step_flops_before, r.step_flops_after),
+                "saved_bytes": (r.saved_bytes_before, r.saved_bytes_after),
+            }
+            for r in reports
+            if r.changes.changed
+        ],
+        not_needed={**{name: UNUSED[name] for name in unchanged}, **plan.not_needed},
+        remaining=remaining,
+        measured={"seconds": clock.median, "peak_bytes": _allocated_peak()},
+    )
+
+
+def plan_lines(summary: PlanSummary) -> list[str]:
+    """The summary for people."""
+    lines = []
+    for c in summary.contributions:
+        (flops, flops_after), (saved, saved_after) = c["flops"], c["saved_bytes"]
+        change = flops_after / flops - 1 if flops else 0.0
+        lines.append(
+            f"  {c['pass']:14} {c['sites']} sites, {change:+.1%} of the step's FLOPs, {saved_after - saved:+,} bytes saved for the "
+            "backward"
+        )
+    lines = ["plan", *lines] if lines else []
+    lines.extend(f"not needed       {name}: {why}" for name, why in summary.not_needed.items())
+    for name, of in summary.remaining.items():
+        what = f"{of['used']:,.0f} of {of['limit']:,.0f} bytes" if name == "memory" else f"{of['used']:.2%} of {of['limit']:.2%}"
+        lines.append(f"budget used      {name}: {what}")
+    seconds, peak = summary.measured["seconds"], summary.measured["peak_bytes"]
+    if seconds is not None:
+        lines.append(f"measured         {seconds:.4f} s per step" + (f", peak {peak:,.0f} bytes" if peak is not None else ""))
+    return lines
+
+
+def _allocated_peak() -> float | None:
+    """The most that the device's allocator has handed out since the program began, or its statistics were reset."""
+    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() and torch.cuda.is_initialized() else None
