@@ -96,3 +96,14 @@ def test_the_installed_command_answers() -> None:
     done = subprocess.run([sys.executable, "-m", "graphopt", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "analyze" in done.stdout
+
+
+def test_optimize_verifies_on_request(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    seen = []
+    monkeypatch.setattr("graphopt.api.first_difference", lambda *_: seen.append(1) or "the gradient of x differs")
+    arguments = ("optimize", "tests.test_cli:mlp", "--budget", "0.6", "--out", str(tmp_path), "--json")
+    for more, passes in (([], ["greentrainer", "runlora"]), (["--verify"], [])):
+        code, out, _ = run(monkeypatch, capsys, *arguments, *more)
+        assert code == 0
+        assert set(json.loads(out)["passes"]) <= set(passes)
+        assert len(seen) == len(more)

@@ -106,14 +106,16 @@ class _Reseeded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
+        ordered = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a for a in args]
+        result = func(*args, **(kwargs or {}))  # for the layout of what it returns
         for generator in self.generators:
             generator.manual_seed(0)
-        ordered = [a.contiguous() if isinstance(a, Tensor) else a for a in args]
-        result = func(*ordered, **(kwargs or {}))
-        for declared, mine, given in zip(func._schema.arguments, ordered, args, strict=False):
-            if declared.alias_info is not None and declared.alias_info.is_write and mine is not given:
-                given.copy_(mine)
-                result = given if result is mine else result
+        drawn = func(*ordered, **(kwargs or {}))
+        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments[: len(args)]]
+        changed = [pair for pair, is_written in zip(zip(args, ordered, strict=True), written, strict=True) if is_written]
+        for mine, other in (*zip(pytree.tree_leaves(result), pytree.tree_leaves(drawn), strict=True), *changed):
+            if isinstance(mine, Tensor):
+                mine.copy_(other)
         return result
 
 

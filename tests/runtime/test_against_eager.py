@@ -40,7 +40,7 @@ class Wrong:
             if desc.kind == self.what and named == (0 if self.what == "output" else self.site):
                 node = results[i]
                 assert node is not None
-                with graph.graph.inserting_before(graph.graph.output_node()):
+                with graph.graph.inserting_after(node):
                     scaled = graph.graph.call_function(aten.mul.Scalar, (node, self.factor))
                 scaled.meta = {"val": node.meta["val"], "partitioner_tag": node.meta.get("partitioner_tag")}
                 results[i] = scaled
