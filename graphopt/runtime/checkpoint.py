@@ -156,13 +156,13 @@ def _plan_state(plan: Plan) -> _PlanState:
 def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any]) -> Plan:
     """`plan` with the decisions of a checkpoint."""
     ours = _plan_state(plan)
-    if saved.budget != ours.budget:
+    if repr(saved.budget) != repr(ours.budget):
         stated = [", ".join(f"{k}={v}" for k, v in b.items() if v is not None) or "none" for b in (saved.budget, ours.budget)]
         raise InputError(
             f"it was saved under another budget ({stated[0]}; this model has {stated[1]}), which its decisions would not meet: "
             "call optimize() with the budget that it was saved under."
         )
-    if saved.passes != ours.passes:
+    if repr(saved.passes) != repr(ours.passes):
         raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
     chosen = set() if saved.selection is None else set(saved.selection.names)
     unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
@@ -208,7 +208,7 @@ def _difference(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
     for then, now in zip(saved, ours, strict=True):
         options = then.get("options")
         for option, value in now["options"].items():
-            if not isinstance(options, dict) or options.get(option) != value:
+            if not isinstance(options, dict) or repr(options.get(option)) != repr(value):
                 other = options.get(option) if isinstance(options, dict) else None
                 return f"it was saved with another pass {now['name']} ({option}={other!r}; this model has {value!r})"
     return "it was saved with passes of other types"
