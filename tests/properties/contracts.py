@@ -1,0 +1,256 @@
+"""What a random optimised step must fulfil: `check` holds one request on one model to its contract, against eager autograd.
+
+Outputs and buffers are eager's. Gradients are by the passes' contracts: exact for selected tensors and None for others, in
+expectation eager's where rows are sampled, P'GQ where they are compressed. FLOPs counted are those foretold, and within the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from graphopt.passes import GreenTrainer, Lsp, RunLora, Vcas, run_pass
+from graphopt.passes.vcas import ROWS
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphopt
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from graphopt.analysis.flops import flop_profile
+from graphopt.errors import GraphoptError
+from graphopt.planner.plan import Plan
+from graphopt.verify import verify
+from tests.draws import expectation
+from tests.properties.random_models import Network
+
+TOLERANCE = 1e-9
+"""Relative to the largest entry of all gradients; everything is in float64."""
+
+LEGITIMATE = {
+    "lsp: no matrix to compress": r"no weight's gradient can be compressed",
+    "vcas: samples are mixed": r"rows of this model's backward cannot be sampled: .*(mixes samples|not together|do not add up|_batch_norm|cannot be)",
+    "vcas: a batch of 1 is not symbolic": r"the batch is not symbolic: a batch of 1\\.",
+    "no gradient": r"no output of the model requires a gradient|the model has no trainable parameters",
+}  # fmt: skip
+"""Refusals that a random model may meet, by what they are; every other error is a failure."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of graphopt.
+
+    Attributes:
+        passes: which kinds.
+        share: where the FLOPs budget lies between the smallest feasible and 1, or which part of the tensors is trained.
+        keep_rows, keep_tokens: ratios of the sampler.
+        subspace, order: of the compression, and of adapters' products.
+        sizes: of the batches; the first is the example.
+        backend: that compiles.
+    """
+
+    passes: tuple[str, ...]
+    share: float
+    keep_rows: float
+    keep_tokens: float
+    subspace: int
+    order: str | None
+    sizes: tuple[int, ...]
+    backend: str = "aot_eager"
+
+
+COMBINATIONS = [
+    (), ("flops",), ("vcas",), ("lsp",), ("runlora",), ("train",), ("flops", "runlora"), ("train", "vcas"), ("train", "lsp"), ("runlora", "lsp"),
+    ("runlora", "vcas"), ("train", "runlora", "lsp"), ("flops", "vcas"),
+]  # fmt: skip
+
+
+@st.composite
+def requests(draw: Any, inductor_one_in: int = 0) -> Request:
+    """A request that this version does not refuse for itself."""
+    ratio = st.sampled_from([0.5, 0.34, 0.8, 1.0])
+    size = st.sampled_from([4, 2, 3, 5, 6, 1])
+    compiled = bool(inductor_one_in) and draw(st.integers(1, inductor_one_in)) == inductor_one_in
+    return Request(
+        passes=draw(st.sampled_from(COMBINATIONS)),
+        share=draw(st.floats(0, 1)),
+        keep_rows=draw(ratio),
+        keep_tokens=draw(ratio),
+        subspace=draw(st.integers(1, 3)),
+        order=draw(st.sampled_from([None, *(f"forward{f}+backward{b}" for f in (1, 2) for b in (1, 2, 5, 6, 8))])),
+        sizes=tuple(draw(st.lists(size, min_size=2, max_size=2))),
+        backend="inductor" if compiled else "aot_eager",
+    )
+
+
+@dataclass
+class Run:
+    """Everything that eager mode or the optimised model leaves behind after one step."""
+
+    outputs: Any
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    flops: int
+    inputs: tuple[Tensor, ...] = field(default=())
+
+
+def step(model: nn.Module, call: nn.Module, inputs: tuple[Tensor, ...], count: bool = True) -> Run:
+    """Forward and backward of `call`, whose tensors are `model`'s."""
+    model.zero_grad()
+    given = tuple(t.clone() for t in inputs)
+    counter = FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS)
+    with counter if count else contextlib.nullcontext():
+        outputs = call(*given)
+        loss_of(outputs).backward()
+    values = pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, outputs)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    return Run(values, buffers, {n: p.grad for n, p in model.named_parameters()}, counter.get_total_flops(), given)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    if isinstance(outputs, Tensor):
+        return outputs
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+
+
+def check(model: Network, request: Request) -> str:
+    """Hold the request to its contract.
+
+    Returns:
+        "" or, where it was refused, why: a key of `LEGITIMATE`.
+    Raises:
+        AssertionError, or whatever else comes up: a fault of graphopt.
+    """
+    try:
+        opt, budget = optimized(model, request)
+    except GraphoptError as error:
+        for what, pattern in LEGITIMATE.items():
+            if re.search(pattern, str(error)):
+                return what
+        raise
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3) if "lsp" in request.passes else None
+    for i, size in enumerate(request.sizes):
+        inputs = model.inputs(size, seed=i)
+        reference = copy.deepcopy(model)
+        expected = step(reference, reference, inputs)
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        for count in (False, True):  # the first call compiles, and what it traces would be counted
+            model.load_state_dict(before)
+            opt.zero_grad()
+            ours = step(model, opt, inputs, count)
+            compare(request, opt, ours, expected, sampled=size > 1)
+        assert opt.last_step is not None
+        verify(opt.last_step.graph)
+        if request.backend == "aot_eager":
+            assert ours.flops == flop_profile(opt.last_step.graph).step, "counted FLOPs are not those foretold"
+        if i == 0:
+            recomputed = any(getattr(m, "name", "") == "checkpointed" for m in model.modules())  # where eager mode repeats more
+            assert recomputed or expected.flops == opt.flops.step, "eager's FLOPs are not those foretold"
+            assert budget is None or ours.flops <= budget * opt.flops.step, "over budget"
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert str(opt.report)
+    if "vcas" in request.passes:
+        check_expectation(model, opt, request)
+    return ""
+
+
+def optimized(model: Network, request: Request) -> tuple[Any, float | None]:
+    """The optimised model, and its budget for FLOPs."""
+    inputs = model.inputs(request.sizes[0], seed=0)
+    budget = None
+    passes: list[Any] = []
+    analysis = graphopt.analyze(model, inputs, backend="aot_eager")
+    assert analysis.memory.peak_bytes > 0
+    profile = analysis.flops
+    if "flops" in request.passes:
+        smallest = (profile.forward + min(profile.cost([name]) for name in profile.order)) / profile.step
+        budget = smallest + (1 - smallest) * request.share
+        passes.append(GreenTrainer())
+    if "train" in request.passes:
+        count = max(1, round(request.share * len(profile.order)))
+        passes.append(GreenTrainer(train=profile.order[::-1][:: max(1, len(profile.order) // count)]))
+    if "runlora" in request.passes:
+        passes.append(RunLora(criterion="flops"))
+    if "vcas" in request.passes:
+        passes.append(Vcas(keep_rows=request.keep_rows, keep_tokens=request.keep_tokens))
+    if "lsp" in request.passes:
+        passes.append(Lsp(subspace=request.subspace, nonzeros=1, criterion="flops", iterations=3))
+    return graphopt.optimize(model, inputs, budget=budget, passes=passes, backend=request.backend), budget
+
+
+def compare(request: Request, opt: Any, ours: Run, expected: Run, sampled: bool) -> None:
+    """One step of the optimised model against eager's."""
+    flat, spec = pytree.tree_flatten(ours.outputs)
+    wanted, wanted_spec = pytree.tree_flatten(expected.outputs)
+    assert spec == wanted_spec, "another structure of outputs"
+    for a, b in zip([*flat, *ours.inputs], [*wanted, *expected.inputs], strict=True):
+        close(a, b, "an output")
+    for name, buffer in expected.buffers.items():
+        close(ours.buffers[name], buffer, name)
+    scale = max([float(g.abs().max()) for g in expected.gradients.values() if g is not None], default=1.0)
+    compressed = opt.subspaces.weights if opt.subspaces is not None else {}
+    for name, gradient in expected.gradients.items():
+        found = ours.gradients[name]
+        if name not in opt.selected or gradient is None:
+            assert found is None, f"{name} has a gradient"
+        elif name in compressed:
+            assert found is None, f"{name} has a full gradient"
+            image = compressed[name].variable.grad
+            assert image is not None, f"no compressed gradient of {name}"
+            close(image, compressed[name].subspace.compress(gradient), f"the image of {name}", 10 * scale)
+        else:
+            assert found is not None, f"no gradient of {name}"
+            assert torch.isfinite(found).all(), f"gradient of {name} is not finite"
+            if "vcas" not in request.passes or not sampled or request.keep_rows == request.keep_tokens == 1.0:
+                close(found, gradient, f"the gradient of {name}", scale)
+
+
+def close(ours: Tensor, exact: Tensor, what: str, scale: float | None = None) -> None:
+    assert ours.shape == exact.shape, f"{what} has shape {tuple(ours.shape)}, not {tuple(exact.shape)}"
+    assert ours.dtype == exact.dtype, f"{what} is {ours.dtype}, not {exact.dtype}"
+    if not ours.numel():
+        return
+    if not exact.is_floating_point():
+        assert torch.equal(ours, exact), f"{what} differs"
+        return
+    scale = max(float(exact.abs().max()), 1e-6 if scale is None else scale)
+    error = float((ours - exact).abs().max()) / scale
+    assert error <= TOLERANCE, f"{what} is {error:.1e} of the largest entry off"
+
+
+def check_expectation(model: Network, opt: Any, request: Request) -> None:
+    """The mean over all draws at one or two sites must be eager's gradient."""
+    graph = opt.graph
+    plan: Plan = opt.__dict__["_plan"]
+    if not graph.symbolic:
+        return
+    graph = plan.before_sampling().rewrite(graph)[0]
+    sites = [site.name for site in Vcas().applicable(graph)]
+    rows = [name for name in sites if name.startswith(ROWS)]
+    tokens = [name for name in sites if not name.startswith(ROWS)]
+    inputs = model.inputs(4, seed=3)
+    reference = copy.deepcopy(model)
+    expected = step(reference, reference, inputs)
+    picks = [dict(zip(rows[-2:], (0.8, 0.5), strict=False)), {name: 0.4 for name in tokens[len(tokens) // 2 :][:1]}]
+    for decisions in picks:
+        if not decisions or not graph.accepts(4):
+            continue
+        rewritten = run_pass(Vcas(), copy.copy(replace_batch(graph, 4)), decisions)[0]
+        mean = expectation(rewritten, model, inputs)
+        scale = max(float(g.abs().max()) for g in expected.gradients.values() if g is not None)
+        for name, value in mean.items():
+            gradient = expected.gradients[name]
+            close(value, torch.zeros_like(value) if gradient is None else gradient, f"the mean gradient of {name}", scale)
+
+
+def replace_batch(graph: Any, size: int) -> Any:
+    from dataclasses import replace
+
+    return replace(graph, batch_size=size)
