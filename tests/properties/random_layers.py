@@ -281,7 +281,7 @@ def image_norm(c: Choices, shape: Shape, _: int) -> Layer:
     channels = shape[0]
     options: list[nn.Module] = [nn.GroupNorm(1, channels), nn.GroupNorm(channels, channels)]
     if c.rarely(3):
-        options = [nn.BatchNorm2d(channels), nn.BatchNorm2d(channels, momentum=None)]
+        options = [nn.BatchNorm2d(channels), nn.BatchNorm2d(channels).eval()]
     if shape[1] * shape[2] == 1:
         options = [nn.GroupNorm(1, channels)]
     return Layer("norm", shape, lambda m, x: m.f(x), f=c.of(options))
@@ -320,9 +320,9 @@ def layer(c: Choices, shape: Shape, depth: int) -> Layer:
     return c.of(RULES[len(shape)][: None if depth else -len(ANY) + 2])(c, shape, depth - 1)
 
 
-def layers(c: Choices, shape: Shape, depth: int, most: int = 2) -> Layer:
+def layers(c: Choices, shape: Shape, depth: int, least: int = 1, most: int = 2) -> Layer:
     chain: list[Layer] = []
-    for _ in range(c.size(1, most)):
+    for _ in range(c.size(least, most)):
         if math.prod(shape) < 200:
             chain.append(layer(c, shape, depth))
             shape = chain[-1].out
