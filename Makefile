@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SEED ?= 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format bench fuzz clean
@@ -35,8 +36,8 @@ format: $(STAMP) ## rewrite the sources in the project's format
 bench: $(STAMP) ## the GreenTrainer benchmark: one table, and JSON in out/
 	$(BIN)/graphopt bench greentrainer --out out/bench_greentrainer.json
 
-fuzz: $(STAMP) ## property tests with many more examples
-	HYPOTHESIS_PROFILE=fuzz $(BIN)/python -m pytest tests/properties tests/planner
+fuzz: $(STAMP) ## 2,000 random networks and long property tests on two processes; another SEED tries others
+	HYPOTHESIS_PROFILE=fuzz FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/properties tests/planner $(ARGS)
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

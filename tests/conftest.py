@@ -1,8 +1,10 @@
-"""Quiet third-party libraries and one seed for every test."""
+"""Quiet third-party libraries, one seed for every test, and what the fuzzer tells at the end."""
 
 import logging
 import os
 import tempfile
+from collections import Counter
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -23,3 +25,17 @@ def _seed() -> None:
 settings.register_profile("unhurried", deadline=None)
 settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many random networks were tried with which outcome, over all processes."""
+    outcomes: Counter[str] = Counter()
+    for report in (r for reports in terminalreporter.stats.values() for r in reports if getattr(r, "when", "") == "call"):
+        for name, value in report.user_properties:
+            if name == "random networks":
+                seed = value["seed"]
+                outcomes.update({k: n for k, n in value.items() if k != "seed"})
+    if outcomes:
+        terminalreporter.section(f"{outcomes.total()} random networks, SEED={seed}")
+        for outcome, count in outcomes.most_common():
+            terminalreporter.line(f"{count:6} {outcome}")

@@ -10,10 +10,11 @@ programs allocate. The names of the first three are found here, too.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphopt.compat.fakes import (
     expression as expression,
@@ -75,6 +76,11 @@ def release_saved_tensors(ctx: Any) -> None:
     release = getattr(ctx, "maybe_clear_saved_tensors", None)
     if release is not None:
         release()
+
+
+def unobserved() -> contextlib.AbstractContextManager[None]:
+    """Modes that watch or change operators, such as FLOP counters, do not see what runs meanwhile."""
+    return _disable_current_modes()
 
 
 def trace_artifact(name: str, text: str) -> None:

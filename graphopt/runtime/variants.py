@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from graphopt import compat
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
 from graphopt.compat import InputDesc
 from graphopt.compat.inductor import eager_draws
@@ -205,10 +206,15 @@ class Variants:
     def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The joint graph for this call, traced if it is new."""
         inputs = flatten_call(args, kwargs)
-        return self._captured(inputs, args, kwargs)[1]
+        with compat.unobserved():
+            return self._captured(inputs, args, kwargs)[1]
 
     def step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CompiledStep, FlatInputs]:
-        """The compiled step for this call under `plan`."""
+        """The compiled step for this call under `plan`; FLOP counters and the like do not see it made."""
+        with compat.unobserved():
+            return self._step(plan, args, kwargs)
+
+    def _step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CompiledStep, FlatInputs]:
         inputs = flatten_call(args, kwargs)
         signature, graph = self._captured(inputs, args, kwargs)
         batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size

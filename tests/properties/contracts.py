@@ -1,0 +1,261 @@
+"""What a random optimised step must fulfil: `check` holds one request on one model to its contract, against eager autograd.
+
+Outputs and buffers are eager's. Gradients are by the passes' contracts: exact for selected tensors and None for others, in
+expectation eager's where rows are sampled, P'GQ where they are compressed. FLOPs counted are those foretold, within the budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from graphopt.passes import GreenTrainer, Lsp, RunLora, Vcas, run_pass
+from graphopt.passes.vcas import ROWS
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphopt
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from graphopt.analysis.flops import flop_profile
+from graphopt.analysis.step_memory import step_memory
+from graphopt.errors import BudgetError, GraphoptError
+from graphopt.verify import verify
+from tests.draws import expectation
+from tests.properties.random_models import Network
+
+TOLERANCE = 1e-9
+"""Relative to the largest entry of all gradients; everything is in float64."""
+
+LEGITIMATE = {
+    "lsp: no matrix to compress": r"no weight's gradient can be compressed",
+    "vcas: samples are mixed": r"cannot be sampled: .*(mixes samples|not together|do not add up|_batch_norm|cannot be)",
+    "vcas: a batch of 1 is not symbolic": r"the batch is not symbolic: a batch of 1\.",
+    "vcas: no boundary": r"no gradient passes through one tensor whose rows are samples",
+    "runlora: the order would not keep the result": r"cannot be computed as",
+    "vcas: another output is differentiated": r"samples its backward for the loss alone",
+    "no gradient": r"no output of the model requires a gradient|the model has no trainable parameters",
+}
+"""Refusals that a random model may meet, by what they are; every other error is a failure."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of graphopt.
+
+    Attributes:
+        passes: which kinds.
+        share: where the FLOPs budget lies between the smallest feasible and 1, or which part of the tensors is trained.
+        keep_rows, keep_tokens: ratios of the sampler.
+        subspace, order: of the compression, and of adapters' products.
+        sizes: of the batches; the first is the example.
+        backend: that compiles.
+    """
+
+    passes: tuple[str, ...]
+    share: float
+    keep_rows: float
+    keep_tokens: float
+    subspace: int
+    order: str | None
+    sizes: tuple[int, ...]
+    backend: str = "aot_eager"
+
+
+COMBINATIONS = [
+    (), ("flops",), ("vcas",), ("lsp",), ("runlora",), ("train",), ("flops", "runlora"), ("flops", "vcas"), ("train", "vcas"),
+    ("train", "lsp"), ("runlora", "lsp"), ("runlora", "vcas"), ("train", "runlora", "lsp"),
+]  # fmt: skip
+
+
+@st.composite
+def requests(draw: Any, inductor_one_in: int = 0) -> Request:
+    """A request that this version does not refuse for itself."""
+    ratio = st.sampled_from([0.5, 0.34, 0.8, 1.0])
+    size = st.sampled_from([4, 2, 3, 5, 6, 2, 3, 4, 5, 1])
+    compiled = bool(inductor_one_in) and draw(st.integers(1, inductor_one_in)) == inductor_one_in
+    return Request(
+        passes=draw(st.sampled_from(COMBINATIONS)),
+        share=draw(st.floats(0, 1)),
+        keep_rows=draw(ratio),
+        keep_tokens=draw(ratio),
+        subspace=draw(st.integers(1, 3)),
+        order=draw(st.sampled_from([None, *(f"forward{f}+backward{b}" for f in (1, 2) for b in (1, 2, 5, 6, 8))])),
+        sizes=tuple(draw(st.lists(size, min_size=2, max_size=2))),
+        backend="inductor" if compiled else "aot_eager",
+    )
+
+
+@dataclass
+class Run:
+    """Everything that eager mode or the optimised model leaves behind after one step."""
+
+    outputs: Any
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    flops: int
+    inputs: tuple[Tensor, ...] = field(default=())
+
+
+def step(model: Network, call: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
+    """Forward and backward of `call`, whose tensors are `model`'s."""
+    model.zero_grad()
+    given = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in inputs)
+    with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+        outputs = call(*given)
+        model.loss_of(outputs).backward()
+    values = pytree.tree_map(
+        lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, outputs
+    )
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    return Run(values, buffers, {n: p.grad for n, p in model.named_parameters()}, counter.get_total_flops(), given)
+
+
+def check(model: Network, request: Request) -> str:
+    """Hold the request to its contract.
+
+    Returns:
+        "held", or a key of `LEGITIMATE` where the request was refused.
+    Raises:
+        AssertionError, or whatever else comes up: a fault of graphopt.
+    """
+    try:
+        hold(model, request)
+    except GraphoptError as error:
+        for what, pattern in LEGITIMATE.items():
+            if re.search(pattern, str(error)):
+                return what
+        raise
+    return "held"
+
+
+def hold(model: Network, request: Request) -> None:
+    """See `check`; raises what graphopt refuses, too."""
+    references = [eager(model, model.inputs(size, seed=i)) for i, size in enumerate(request.sizes)]
+    opt = optimized(model, request, references[0])
+    assert step_memory(opt.graph, "aot_eager", "adamw").peak_bytes > 0
+    if not any(getattr(m, "name", "") == "checkpointed" for m in model.modules()):  # there, eager mode repeats more
+        assert references[0].flops == opt.flops.step, "eager's FLOPs are not those foretold"
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.0) if "lsp" in request.passes else None
+    fresh = copy.deepcopy(model.state_dict())
+    for i, (size, expected) in enumerate(zip(request.sizes, references, strict=True)):
+        if i and 1 in request.sizes:
+            opt(*model.inputs(size, seed=i))  # is captured anew, which a FLOP counter's hooks would not let pass
+        for _ in range(2 if optimizer is not None and i == 0 else 1):  # the first of compressed steps looks at full gradients
+            model.load_state_dict(fresh)
+            opt.zero_grad()
+            ours = step(model, opt, model.inputs(size, seed=i))
+            compare(request, opt, ours, expected, size)
+        verify(opt.last_step.graph)
+        if request.backend == "aot_eager":
+            assert ours.flops == flop_profile(opt.last_step.graph).step, "counted FLOPs are not those foretold"
+        if i == 0 and (limit := opt.report.budget.get("flops")) is not None:
+            assert ours.flops <= limit * opt.flops.step, "over budget"
+        if optimizer is not None:
+            optimizer.step()
+    assert str(opt.report)
+    model.load_state_dict(fresh)
+    if "vcas" in request.passes:
+        check_expectation(model, opt)
+
+
+def eager(model: Network, inputs: tuple[Tensor, ...]) -> Run:
+    """What eager mode does on a copy of the model."""
+    reference = copy.deepcopy(model)
+    return step(reference, reference, inputs)
+
+
+def optimized(model: Network, request: Request, expected: Run) -> Any:
+    """The optimised model; a budget that is too small becomes the smallest that the error calls feasible."""
+    inputs = model.inputs(request.sizes[0], seed=0)
+    passes: list[Any] = []
+    if "flops" in request.passes:
+        passes.append(GreenTrainer())
+    if "train" in request.passes:
+        names = [name for name, gradient in expected.gradients.items() if gradient is not None]
+        passes.append(GreenTrainer(train=tuple(names[:: 1 + int((1 - request.share) * len(names) / 2)])))
+    if "runlora" in request.passes:
+        passes.append(RunLora(order=request.order, criterion="flops"))
+    if "vcas" in request.passes:
+        passes.append(Vcas(keep_rows=request.keep_rows, keep_tokens=request.keep_tokens))
+    if "lsp" in request.passes:
+        passes.append(Lsp(subspace=request.subspace, nonzeros=1, criterion="flops", iterations=3))
+    budget = max(request.share, 0.01) if "flops" in request.passes else None
+    try:
+        return graphopt.optimize(model, inputs, budget=budget, passes=passes, backend=request.backend)
+    except BudgetError as error:
+        smallest = float(str(error).split("Smallest feasible: ")[1].removesuffix("."))
+        return graphopt.optimize(model, inputs, budget=smallest, passes=passes, backend=request.backend)
+
+
+def compare(request: Request, opt: Any, ours: Run, expected: Run, size: int) -> None:
+    """One step of the optimised model on `size` samples against eager's."""
+    exact = "vcas" not in request.passes or size == 1 or request.keep_rows == request.keep_tokens == 1.0
+    flat, spec = pytree.tree_flatten(ours.outputs)
+    wanted, wanted_spec = pytree.tree_flatten(expected.outputs)
+    assert spec == wanted_spec, "another structure of outputs"
+    for a, b in zip([*flat, *ours.inputs], [*wanted, *expected.inputs], strict=True):
+        assert isinstance(a, Tensor) == isinstance(b, Tensor), "another kind of output"
+        if isinstance(a, Tensor):
+            assert a.requires_grad == b.requires_grad, "an output requires a gradient in one of both modes"
+            close(a, b, "an output")
+    for name, buffer in expected.buffers.items():
+        close(ours.buffers[name], buffer, name)
+    scale = max([float(g.abs().max()) for g in expected.gradients.values() if g is not None], default=1.0)
+    for a, b in zip(ours.inputs, expected.inputs, strict=True):
+        assert (a.grad is None) == (b.grad is None), "an input has a gradient in one of both modes"
+        if a.grad is not None and b.grad is not None and exact:
+            close(a.grad, b.grad, "an input's gradient", scale)
+    compressed = opt.subspaces.weights if opt.subspaces is not None else {}
+    for name, gradient in expected.gradients.items():
+        found = ours.gradients[name]
+        if name not in opt.selected or gradient is None:
+            assert found is None, f"{name} has a gradient"
+        elif name in compressed:
+            assert found is None, f"{name} has a full gradient"
+            image = compressed[name].variable.grad
+            assert image is not None, f"no compressed gradient of {name}"
+            close(image, compressed[name].subspace.compress(gradient), f"the image of {name}", 10 * scale)
+        else:
+            assert found is not None, f"no gradient of {name}"
+            assert torch.isfinite(found).all(), f"gradient of {name} is not finite"
+            if exact:
+                close(found, gradient, f"the gradient of {name}", scale)
+
+
+def close(ours: Tensor, exact: Tensor, what: str, scale: float | None = None) -> None:
+    assert ours.shape == exact.shape, f"{what} has shape {tuple(ours.shape)}, not {tuple(exact.shape)}"
+    assert ours.dtype == exact.dtype, f"{what} is {ours.dtype}, not {exact.dtype}"
+    if not ours.numel():
+        return
+    if not exact.is_floating_point():
+        assert torch.equal(ours, exact), f"{what} differs"
+        return
+    scale = max(float(exact.abs().max()), 1e-6 if scale is None else scale)
+    error = float((ours - exact).abs().max()) / scale
+    assert error <= TOLERANCE, f"{what} is {error:.1e} of the largest entry off"
+
+
+def check_expectation(model: Network, opt: Any) -> None:
+    """The mean over all draws, at two boundaries or for one weight, must be eager's gradient."""
+    size = 4
+    graph = opt.graph
+    if not (graph.symbolic and graph.accepts(size)):
+        return
+    graph = replace(opt.__dict__["_plan"].before_sampling().rewrite(graph)[0], batch_size=size)
+    sites = [site.name for site in Vcas().applicable(graph)]
+    rows = [name for name in sites if name.startswith(ROWS)]
+    tokens = [name for name in sites if not name.startswith(ROWS)]
+    inputs = model.inputs(size, seed=3)
+    expected = eager(model, inputs).gradients
+    scale = max(float(g.abs().max()) for g in expected.values() if g is not None)
+    for decisions in (dict(zip(rows[-2:], (0.75, 0.5), strict=False)), dict.fromkeys(tokens[len(tokens) // 2 :][:1], 0.4)):
+        rewritten, report = run_pass(Vcas(), graph, decisions)
+        if report.changes.changed:
+            for name, mean in expectation(rewritten, model, inputs).items():
+                gradient = expected[name]
+                close(mean, torch.zeros_like(mean) if gradient is None else gradient, f"the mean gradient of {name}", scale)

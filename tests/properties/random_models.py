@@ -1,0 +1,113 @@
+"""Small random networks: `networks()` draws a model in float64, which makes inputs for any batch size (`Network.inputs`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.properties.random_layers import Choices, Shape, layers
+
+VOCABULARY, CLASSES = 7, 3
+
+
+class Network(nn.Module):
+    """Stem, layers, head and loss.
+
+    Attributes:
+        shape: of the input x, without the batch.
+        objective: how the outputs of the head are compared with y.
+        output: what is returned; `loss_of` finds what is differentiated.
+        input_gradient, strided: whether x requires a gradient, and whether its batch is the last dimension in memory.
+    """
+
+    def __init__(self, c: Choices) -> None:
+        super().__init__()
+        self.kind = c.of(["rows", "sequence", "image", "tokens"])
+        time = c.size(1, 5)
+        self.shape: Shape = {"rows": (c.size(),), "sequence": (time, c.size()), "tokens": (time,)}.get(
+            self.kind, (c.size(1, 3), c.size(1, 6), c.size(1, 6))
+        )
+        shape = self.shape
+        if self.kind == "tokens":
+            shape = (time, c.size(2, 6))
+            self.embedding = nn.Embedding(VOCABULARY, shape[1], padding_idx=c.of([None, 0]))
+        self.body = layers(c, shape, 2, least=2, most=5)
+        if len(self.body.out) == 2 and self.kind == "tokens" and c.flag():  # a prediction for every token
+            self.head = nn.Linear(self.body.out[1], VOCABULARY, bias=c.flag())
+            if self.body.out[1] == shape[1] and c.flag():
+                self.head.weight = self.embedding.weight
+        else:
+            self.head = nn.Linear(math.prod(self.body.out), CLASSES)
+        self.per_token = self.head.out_features == VOCABULARY and self.head.in_features == self.body.out[-1]
+        self.per_token = self.per_token and len(self.body.out) == 2 and self.kind == "tokens"
+        self.objective = c.of(["cross entropy", "mse", "sum"])
+        self.output = c.of(["loss", "tuple", "dict", "nested", "aliases", "two losses"])
+        self.input_gradient = self.kind != "tokens" and c.rarely(6)
+        self.strided = c.rarely(6)
+        if c.rarely(4):
+            self.unused = nn.Linear(2, 2)
+        parameters = list(self.parameters())
+        frozen = [c.rarely(5) for _ in parameters]
+        for p, freeze in zip(parameters[:-1], frozen, strict=False):
+            p.requires_grad_(p.requires_grad and not freeze)
+
+    def extra_repr(self) -> str:
+        frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
+        inputs = f"{self.kind} {self.shape}, input_gradient={self.input_gradient}, strided={self.strided}"
+        return f"{inputs}, {self.objective}, returns {self.output}; frozen {frozen}"
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        hidden = self.body(self.embedding(x) if self.kind == "tokens" else x)
+        logits = self.head(hidden if self.per_token else hidden.flatten(1))
+        if self.objective == "cross entropy":
+            loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-1)
+        elif self.objective == "mse":
+            loss = F.mse_loss(logits, F.one_hot(y.clamp(min=0), logits.shape[-1]).to(logits))
+        else:
+            loss = (logits.logsumexp(-1) * (y + 1)).sum()
+        outputs: dict[str, Any] = {
+            "loss": loss,
+            "tuple": (loss, logits),
+            "dict": {"logits": logits, "loss": loss},
+            "nested": {"loss": loss, "other": [(logits.detach().argmax(-1), None), {"number": 3}]},
+            "aliases": (loss, x, logits, logits.flatten(1), self.head.weight),
+            "two losses": (loss, logits),
+        }
+        return outputs[self.output]
+
+    def loss_of(self, outputs: Any) -> Tensor:
+        """The scalar to differentiate."""
+        if self.output == "two losses":
+            return outputs[0] + outputs[1].square().mean()
+        return outputs["loss"] if isinstance(outputs, dict) else outputs[0] if isinstance(outputs, tuple) else outputs
+
+    def inputs(self, batch: int, seed: int) -> tuple[Tensor, Tensor]:
+        """(x, y) for a batch."""
+        generator = torch.Generator().manual_seed(seed)
+        places, classes = ((batch, *self.shape), VOCABULARY) if self.per_token else ((batch,), CLASSES)
+        y = torch.randint(classes, places, generator=generator)
+        if self.per_token and batch * self.shape[0] > 1:
+            y.view(-1)[1::3] = -1  # ignored
+        x = torch.randn(batch, *self.shape, generator=generator, dtype=torch.float64)
+        if self.kind == "tokens":
+            x = torch.randint(VOCABULARY, (batch, *self.shape), generator=generator)
+        if self.strided:
+            x = x.movedim(0, -1).contiguous().movedim(-1, 0)
+        return x.requires_grad_(self.input_gradient), y
+
+
+@st.composite
+def networks(draw: Any) -> Network:
+    """A model in float64, the same for the same choices."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Network(Choices(draw)).double()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn(p.shape, dtype=torch.float64))
+    return model

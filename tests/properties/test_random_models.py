@@ -1,0 +1,49 @@
+"""Random networks under random passes and budgets train as in eager mode; `make fuzz SEED=...` tries 2,000 of them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.properties.contracts import Request, check, requests
+from tests.properties.random_models import Network, networks
+
+LONG = os.environ.get("HYPOTHESIS_PROFILE") == "fuzz"
+SEED = int(os.environ.get("FUZZ_SEED") or 0)
+SHARDS, CASES = (20, 100) if LONG else (2, 15)
+INDUCTOR_ONE_IN = 100 if LONG else 0
+LEAST_ACCEPTED = 0.6
+"""Part of the cases that must not be refused, lest refusals hide everything."""
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_networks_train_as_in_eager_mode(shard: int, record_property: Callable[[str, object], None]) -> None:
+    outcomes: Counter[str] = Counter()
+
+    @seed(1000 * SEED + shard)
+    @settings(
+        max_examples=CASES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink] if LONG else [Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(networks(), requests(INDUCTOR_ONE_IN))
+    def hold(model: Network, request: Request) -> None:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        outcomes["failed"] += 1
+        outcome = check(model, request)
+        outcomes["failed"] -= 1
+        outcomes[outcome] += 1
+
+    try:
+        hold()
+    finally:
+        record_property("random networks", {"seed": SEED, **outcomes})
+    assert outcomes["held"] >= LEAST_ACCEPTED * outcomes.total(), f"too many refusals: {dict(outcomes)}"
