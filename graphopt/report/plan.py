@@ -104,8 +104,8 @@ def plan_lines(summary: PlanSummary) -> list[str]:
         (flops, flops_after), (saved, saved_after) = c["flops"], c["saved_bytes"]
         change = flops_after / flops - 1 if flops else 0.0
         lines.append(
-            f"  {c['pass']:14} {c['sites']} sites, {change:+.1%} of the step's FLOPs, {saved_after - saved:+,} bytes saved for the "
-            "backward"
+            f"  {c['pass']:14} {c['sites']} sites, {change:+.1%} of the step's FLOPs, "
+            f"{saved_after - saved:+,} bytes saved for the backward"
         )
     lines = ["plan", *lines] if lines else []
     lines.extend(f"not needed       {name}: {why}" for name, why in summary.not_needed.items())
