@@ -34,6 +34,7 @@ from graphopt.planner.importance import Importance, measure_importance
 from graphopt.planner.joint_plan import Means, default_compression, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
+from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, reachable, resolve_passes, select_tensors
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
@@ -337,6 +338,36 @@ def plan(
         margin=margin,
         allow_within_margin=allow_within_margin,
     )
+
+
+def pareto(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    backend: str = "aot_eager",
+    optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = "adamw",
+    loss: LossFunction | None = None,
+    batch_dim: BatchDim = 0,
+    advance: Callable[[], object] = lambda: None,
+) -> tuple[Point, ...]:
+    """What a training step of a model can cost: the best plans over FLOPs and memory, with the importance that they keep.
+
+    Args:
+        model, example_inputs, backend, optimizer, loss, batch_dim: as for `analyze`; the weights are real.
+        advance: called as the search goes on, for a progress bar; see `trade_offs`.
+    Raises:
+        BudgetError, InputError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
+    """
+    if backend not in ("inductor", "aot_eager"):
+        raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
+    check_optimizer(optimizer)
+    args, kwargs = as_call(example_inputs)
+    _require_storage(model)
+    with _training_mode(model):
+        graph = capture(model, args, kwargs, batch_dim)
+        importance = measure_importance(model, args, kwargs, flop_profile(graph).order, None, loss)
+    limit = MemoryLimit(0, backend, optimizer)
+    return trade_offs(graph, importance, limit, default_compression(graph, True), advance)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphopt.errors import GraphoptError, InputError
+from graphopt.errors import GraphoptError
 
 app = typer.Typer(
     name="graphopt",
@@ -134,6 +134,38 @@ def plan(
 
 def _named(optimizer: str) -> str | None:
     return None if optimizer == "none" else optimizer
+
+
+@app.command()
+def pareto(
+    model: Model,
+    batch: Batch = 4,
+    length: Length = 32,
+    backend: Annotated[str, typer.Option(help="Whose memory: inductor or aot_eager.")] = "aot_eager",
+    optimizer: Optimizer = "adamw",
+    plot: Annotated[Path | None, typer.Option(help="Also draw the plans as a PNG.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a training step can cost: the best plans over FLOPs, memory and the importance that they keep."""
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from graphopt.api import pareto as find
+    from graphopt.integrations.models import load
+    from graphopt.planner.pareto import STEPS
+    from graphopt.report.pareto import plot_points, show_points
+
+    with Progress(console=Console(stderr=True)) as bar:
+        loaded, inputs = load(model, batch, length, weights=True)
+        task = bar.add_task("planning", total=STEPS**2)
+        points = find(loaded, inputs, backend=backend, optimizer=_named(optimizer), advance=lambda: bar.advance(task))
+    if plot is not None:
+        plot_points(points, plot)
+    if as_json:
+        print(json.dumps([asdict(point) for point in points], indent=1))
+    else:
+        show_points(points, Console())
 
 
 @app.command()

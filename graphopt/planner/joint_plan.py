@@ -61,16 +61,16 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
         return plan
     profile = flop_profile(graph)
     attempt = _Attempt(plan, graph, limit, profile, means)
-    exact = attempt.search(_problem(plan, graph, profile, None, None), train_all=True)
+    exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
     if exact is not None:
         return exact
     if means.freeze or means.compress is not None or plan.selection is not None:
         importance = plan.importance or rate()
         attempt = replace(attempt, importance=importance)
-        found = attempt.search(_problem(plan, graph, profile, importance, means.compress))
+        found = attempt.search(make_problem(plan, graph, profile, importance, means.compress))
         if found is not None:
             return found
-    smallest = attempt.smallest(_problem(plan, graph, profile, attempt.importance, means.compress))
+    smallest = attempt.smallest(make_problem(plan, graph, profile, attempt.importance, means.compress))
     if smallest is not None:
         peak = _foretold(smallest, graph, limit)
         if peak <= limit.peak_bytes:
@@ -113,7 +113,7 @@ class _Attempt:
                     return None
                 high = unseen
             else:
-                plan = self._plan(problem, allocation, keep_selection=train_all)
+                plan = self._plan(problem, allocation, train_all)
                 peak = _foretold(plan, self.graph, self.limit)
                 if peak <= self.limit.peak_bytes:
                     return plan
@@ -136,48 +136,70 @@ class _Attempt:
             train_all=not self.means.freeze and self.plan.train is None,
             may_compress=self.means.compress is not None,
         )
-        return None if allocation is None else self._plan(problem, allocation, keep_selection=False)
+        return None if allocation is None else self._plan(problem, allocation, False)
+
+    def _plan(self, problem: Problem, allocation: Allocation, keep_selection: bool) -> Plan:
+        importance, compress = self.importance, self.means.compress
+        return planned(self.plan, self.graph, problem, allocation, importance, compress, keep_selection)
 
     def _flops_limit(self) -> int | None:
         if self.plan.budget.flops is None:
             return None
         return backward_costs(self.profile).affordable(self.plan.budget.flops) + self.profile.forward
 
-    def _plan(self, problem: Problem, allocation: Allocation, keep_selection: bool) -> Plan:
-        """The plan with a solution's decisions."""
-        names = problem.costs.names
-        segments = [segment.name for segment in find_segments(self.graph)]
-        again = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
-        plan = replace(self.plan, recompute=again)
-        passes = list(plan.passes)
-        if again and not any(isinstance(p, Recompute) for p in passes):
-            passes.append(Recompute())
-        if keep_selection:
-            return plan.with_passes(passes)
-        trained = tuple(names[k] for k in allocation.train)
-        if len(trained) < len(names):
-            if not any(isinstance(p, GreenTrainer) for p in passes):
-                passes.append(GreenTrainer())
-            value = sum(problem.importance[k] for k in allocation.train)
-            cost = problem.costs.cost(allocation.train)
-            ratio = (problem.costs.forward_flops + cost) / problem.costs.step_flops
-            selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap)
-            plan = replace(plan, train=frozenset(trained), selection=selection, importance=self.importance)
-        if allocation.compressed and self.means.compress is not None:
-            compressed = tuple(sorted(names[k] for k in allocation.compressed))
-            passes.append(replace(self.means.compress, weights=compressed))
-            plan = replace(plan, compressed=compressed)
+
+def planned(
+    plan: Plan,
+    graph: TrainingGraph,
+    problem: Problem,
+    allocation: Allocation,
+    importance: Importance | None,
+    compress: Lsp | None,
+    keep_selection: bool = False,
+) -> Plan:
+    """`plan` with a solution's decisions.
+
+    Args:
+        keep_selection: what is trained stays as the plan says.
+    """
+    names = problem.costs.names
+    segments = [segment.name for segment in find_segments(graph)]
+    again = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
+    plan = replace(plan, recompute=again)
+    passes = list(plan.passes)
+    if again and not any(isinstance(p, Recompute) for p in passes):
+        passes.append(Recompute())
+    if keep_selection:
         return plan.with_passes(passes)
+    trained = tuple(names[k] for k in allocation.train)
+    if len(trained) < len(names):
+        if not any(isinstance(p, GreenTrainer) for p in passes):
+            passes.append(GreenTrainer())
+        value = sum(problem.importance[k] for k in allocation.train)
+        cost = problem.costs.cost(allocation.train)
+        ratio = (problem.costs.forward_flops + cost) / problem.costs.step_flops
+        selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap)
+        plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
+    if allocation.compressed and compress is not None:
+        compressed = tuple(sorted(names[k] for k in allocation.compressed))
+        passes.append(replace(compress, weights=compressed))
+        plan = replace(plan, compressed=compressed)
+    return plan.with_passes(passes)
 
 
 def _foretold(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
     return limit.peak_of(plan.rewrite(graph)[0], graph.batch_size)
 
 
-def _problem(
+def make_problem(
     plan: Plan, graph: TrainingGraph, profile: FlopProfile, importance: Importance | None, compress: Lsp | None
 ) -> Problem:
-    """The numbers of a graph; see `Problem`."""
+    """The numbers of a graph; see `Problem`.
+
+    Args:
+        plan: whose limit says which optimizer is used, and whose budget whether all is to be trained.
+        compress: how gradients may be compressed; None: they may not.
+    """
     assert plan.memory is not None
     costs = backward_costs(profile)
     segments = find_segments(graph)

@@ -1,0 +1,107 @@
+"""What a model's training step can cost: the best plans over FLOPs and memory, with the importance that they keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from graphopt.analysis.flops import flop_profile
+from graphopt.budget import Budget
+from graphopt.errors import BudgetError
+from graphopt.graph import TrainingGraph
+from graphopt.passes import GreenTrainer, Lsp, Recompute
+from graphopt.planner.importance import Importance
+from graphopt.planner.joint_plan import make_problem, planned
+from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.plan import Plan, backward_costs
+from graphopt.planner.selection import smallest_ratio
+from graphopt.planner.solver import Problem, evaluate, solve
+
+STEPS = 6
+"""Limits that are tried in each dimension."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan.
+
+    Attributes:
+        flops_ratio: FLOPs of its step, what is computed again included, over full training's.
+        peak_bytes: foretold, optimizer state included.
+        importance: part of all importance that it keeps; a compressed gradient keeps 1 - threshold^2 of its own.
+        trained, compressed, recomputed: how many tensors and segments.
+    """
+
+    flops_ratio: float
+    peak_bytes: int
+    importance: float
+    trained: int
+    compressed: int
+    recomputed: int
+
+
+def trade_offs(
+    graph: TrainingGraph,
+    importance: Importance,
+    limit: MemoryLimit,
+    compress: Lsp | None,
+    advance: Callable[[], object] = lambda: None,
+) -> tuple[Point, ...]:
+    """Plans of which none is worse than another in FLOPs, bytes and importance at once, from the cheapest FLOPs on.
+
+    Args:
+        limit: whose backend and optimizer count; its bytes do not.
+        compress: how gradients may be compressed; None: they may not.
+        advance: called `STEPS` squared times, once per pair of limits.
+    """
+    profile = flop_profile(graph)
+    problem = make_problem(Plan(Budget(), (), memory=limit), graph, profile, importance, compress)
+    costs = backward_costs(profile)
+    bare = Plan(Budget(), (Recompute(), GreenTrainer()), memory=limit)
+    found: dict[tuple[tuple[int, ...], ...], Point] = {}
+    total = sum(problem.importance) or 1.0
+    for flops_limit, memory_limit in _limits(smallest_ratio(costs), problem):
+        advance()
+        allocation = solve(problem, flops_limit, memory_limit, may_compress=compress is not None, time_limit=2.0)
+        if allocation is None:
+            continue
+        key = (allocation.train, allocation.compressed, allocation.recomputed)
+        if key in found:
+            continue
+        plan = planned(bare, graph, problem, allocation, importance, compress)
+        rewritten, reports = plan.rewrite(graph)
+        kept = sum(problem.importance[k] for k in allocation.train)
+        kept -= (1 - problem.kept_value) * sum(problem.importance[k] for k in allocation.compressed)
+        found[key] = Point(
+            reports[-1].step_flops_after / profile.step,
+            limit.peak_of(rewritten, graph.batch_size),
+            kept / total,
+            len(allocation.train),
+            len(allocation.compressed),
+            len(allocation.recomputed),
+        )
+    if not found:
+        raise BudgetError("no plan of this model was found that trains anything.")
+    points = sorted(found.values(), key=lambda p: (p.flops_ratio, p.peak_bytes))
+    return tuple(p for p in points if not any(_better(q, p) for q in points))
+
+
+def _limits(smallest: float, problem: Problem) -> Iterator[tuple[int, int]]:
+    """Pairs of FLOPs and bytes, from what the cheapest plans need to what full training does."""
+    everything = range(len(problem.tensors))
+    _, most = evaluate(problem, everything, (), ())
+    least_plan = solve(problem, smallest_memory=True)
+    least = most if least_plan is None else least_plan.peak_bytes
+    again = sum(flops for _, flops in problem.segments)
+    most_flops = problem.costs.step_flops + again
+    least_flops = int(smallest * problem.costs.step_flops) + 1
+    for i in range(STEPS):
+        for j in range(STEPS):
+            flops = least_flops + (most_flops - least_flops) * (i + 1) // STEPS
+            yield flops, least + (most - least) * j // (STEPS - 1)
+
+
+def _better(one: Point, other: Point) -> bool:
+    ours = (-one.flops_ratio, -one.peak_bytes, one.importance)
+    theirs = (-other.flops_ratio, -other.peak_bytes, other.importance)
+    return ours != theirs and all(a >= b for a, b in zip(ours, theirs, strict=True))

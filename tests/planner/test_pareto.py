@@ -1,0 +1,44 @@
+"""Trade-offs: no plan is worse than another in everything, and each is what its rewritten graph says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.api import pareto
+from graphopt.report.pareto import plot_points
+
+
+class Tower(nn.Module):
+    """Blocks that widen by four and narrow again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 192), nn.Tanh(), nn.Linear(192, 48)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_points_trade_flops_memory_and_importance(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    steps: list[int] = []
+    points = pareto(Tower(), (torch.randn(256, 48),), advance=lambda: steps.append(1))
+    assert len(steps) == 36
+    assert len(points) >= 5
+    assert max(p.importance for p in points) == 1.0
+    for p in points:
+        assert p.trained >= 1
+        assert not any(
+            q.flops_ratio <= p.flops_ratio and q.peak_bytes <= p.peak_bytes and q.importance >= p.importance and q != p
+            for q in points
+        )
+    exact = [p for p in points if p.importance == 1.0]
+    assert any(p.recomputed and p.flops_ratio > 1 for p in exact)
+    assert min(p.peak_bytes for p in points) < 0.7 * min(p.peak_bytes for p in exact)
+    plot_points(points, tmp_path / "points.png")
+    assert (tmp_path / "points.png").stat().st_size > 1000
