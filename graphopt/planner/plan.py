@@ -120,7 +120,7 @@ class Plan:
     def key(self) -> Hashable:
         """What compiled steps depend on; plans with equal keys give equal steps."""
         passes = tuple(p.name for p in self.passes)
-        return self.train, self._unmerged, self.ratios, self.checking, self.offload, passes
+        return self.train, self._unmerged, self.ratios, self.checking, self.offload is not None, passes
 
     @property
     def _unmerged(self) -> frozenset[str]:
