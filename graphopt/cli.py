@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, InputError
 
 app = typer.Typer(
     name="graphopt",

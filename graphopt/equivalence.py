@@ -58,7 +58,7 @@ def compare_gradients(
 
     Args:
         ours, eager: None where there is no gradient.
-        computed: names of those that the rewritten graph computes; the others must be None in `ours`.
+        computed: names of those that are to be there; the others must be None in `ours`.
         tolerance: relative to the largest entry of eager's gradients.
     """
     kept = set(computed)
@@ -67,7 +67,7 @@ def compare_gradients(
     for name, found in ours.items():
         if name not in kept:
             if found is not None:
-                return Agreement(float("inf"), f"{name} has a gradient although the graph computes none")
+                return Agreement(float("inf"), f"{name} has a gradient although none is computed for it")
             continue
         wanted = eager.get(name)
         if found is None or wanted is None:

@@ -133,7 +133,7 @@ class Plan:
         """What compiled steps depend on; plans with equal keys give equal steps."""
         passes = tuple(p.name for p in self.passes)
         ratios = self.ratios if self.checking is None else ()
-        return self.train, self._unmerged, ratios, self.checking, self.offload, passes, self.recompute
+        return self.train, self._unmerged, ratios, self.checking, self.offload is not None, passes, self.recompute
 
     @property
     def _unmerged(self) -> frozenset[str]:

@@ -68,7 +68,7 @@ class Fallback:
         """Run the model itself; if that fails, too, the error is the model's own, and nothing is held against the compiler."""
         self._drop_unselected(opt)
         output = opt.__dict__["_model"](*args, **kwargs)
-        self._tell("the model itself, uncompiled")
+        self._tell("the model itself, uncompiled,")
         return output
 
     def note(self, text: str) -> None:

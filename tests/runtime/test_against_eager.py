@@ -189,6 +189,20 @@ def test_inputs_that_require_a_gradient_are_compared_and_keep_theirs() -> None:
     assert (texts, x.grad) == ([], None)
 
 
+def test_tensors_that_the_loss_does_not_depend_on() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            hidden = self.body(x)
+            return {"loss": self.head(hidden).square().mean(), "aside": self.other(hidden)}
+
+    assert optimized(TwoHeads(), (torch.randn(6, 4),))[1] == []
+    assert optimized(TwoHeads(), (torch.randn(6, 4),), loss=lambda out: out["aside"].sum())[1] == []
+
+
 def test_a_sampler_is_compared_without_sampling() -> None:
     model, inputs = zoo.make("bert", 8)
     for options in ({"passes": [Vcas(keep_rows=0.5, keep_tokens=0.5)]}, {"budget": graphopt.Budget(variance=0.5)}):

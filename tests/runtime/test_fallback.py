@@ -73,7 +73,7 @@ def test_a_batch_size_that_cannot_be_compiled_runs_the_model_and_is_not_tried_ag
         assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs))
     assert opt.last_step is not None
     assert failed == [3]
-    assert texts == ["a step could not be compiled (RuntimeError: no room); the model itself, uncompiled runs instead"]
+    assert texts == ["a step could not be compiled (RuntimeError: no room); the model itself, uncompiled, runs instead"]
     assert texts[0] in opt.report.notes
 
 
