@@ -69,8 +69,9 @@ def expectation(graph: TrainingGraph, model: nn.Module, inputs: Any) -> dict[str
             if desc.kind == "input":
                 values.append(flat.tensors[desc.target])
             elif desc.kind == "tangent":
-                assert node.meta["val"].dim() == 0
-                values.append(torch.ones((), dtype=node.meta["val"].dtype))
+                recorded = node.meta["val"]  # of a scalar, the loss; other outputs are not differentiated
+                shape = [graph.at(size, graph.batch_size) for size in recorded.shape]
+                values.append(torch.full(shape, 0.0 if shape else 1.0, dtype=recorded.dtype))
             elif desc.kind == "random":
                 values.append(torch.tensor([*uniforms, *[0.5] * (sites - len(uniforms))], dtype=torch.float64))
             else:

@@ -159,7 +159,7 @@ def hold(model: Network, request: Request) -> None:
             optimizer.step()
     assert str(opt.report)
     model.load_state_dict(fresh)
-    if "vcas" in request.passes:
+    if "vcas" in request.passes and model.output != "two losses":
         check_expectation(model, opt)
 
 
