@@ -82,7 +82,7 @@ def trade_offs(
         )
     if not found:
         raise BudgetError("no plan of this model was found that trains anything.")
-    points = sorted(found.values(), key=lambda p: (p.flops_ratio, p.peak_bytes))
+    points = sorted(set(found.values()), key=lambda p: (p.flops_ratio, p.peak_bytes))
     return tuple(p for p in points if not any(_better(q, p) for q in points))
 
 
