@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Several passes on one graph: every combination keeps the weakest of their contracts, and costs what was foretold."""
 
 from __future__ import annotations
