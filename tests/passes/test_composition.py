@@ -103,7 +103,7 @@ def captured(name: str, dtype: torch.dtype) -> TrainingGraph:
 
 def checked(name: str, combination: tuple[str, ...]) -> list[PassCheck]:
     model, inputs = made(name)
-    dtypes = [torch.float64, torch.float32] if MATRIX[combination] == {EXACT} else [torch.float64]
+    dtypes = [torch.float64] if "vcas" in combination else [torch.float64, torch.float32]
     graphs = {dtype: captured(name, dtype) for dtype in dtypes}
     return check_passes([PASSES[n] for n in combination], model, inputs, dtypes=dtypes, captured=graphs, draws=DRAWS)
 
@@ -325,7 +325,7 @@ def test_a_bias_under_compression_is_found() -> None:
     model, inputs = zoo.make("mlp", 6)
     skewed = Skewed(subspace=3, nonzeros=2)
     passes: list[tuple[Pass, Any]] = [PASSES["vcas"], (skewed, all_sites(skewed))]
-    with pytest.raises(PassError, match=r"vcas \+ lsp: the mean of the compressed gradient of .* standard errors"):
+    with pytest.raises(PassError, match=r"vcas \+ lsp: the mean of the compressed gradient.* standard errors"):
         check_passes(passes, model, inputs, dtypes=[torch.float64], draws=DRAWS)
     with pytest.raises(PassError, match=r"greentrainer \+ lsp: the compressed gradient of .* differs"):
         check_passes([PASSES["greentrainer"], (skewed, all_sites(skewed))], model, inputs, dtypes=[torch.float64])
