@@ -144,7 +144,7 @@ def _check(
     if projected is not None:
         drawn = projected.example_inputs(rewritten, seed=0)
         given = {desc: value.requires_grad_(desc.kind == "compressed") for desc, value in drawn.items()}
-    refused = {desc.target for desc in rewritten.refused if desc.kind == "output"}
+    chosen = expected_results(rewritten) if rewritten.refused else None
     run = compiled(rewritten, candidate, args, kwargs, backend, given)
 
     def released() -> None:
@@ -154,7 +154,7 @@ def _check(
 
     def draw() -> None:
         released()
-        _differentiable(run(), refused).backward()
+        _differentiable(run(), chosen).backward()
 
     def step() -> None:
         outputs = run()
@@ -165,9 +165,9 @@ def _check(
 
     with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
         outputs = run()
-        _differentiable(outputs, refused).backward()
+        _differentiable(outputs, chosen).backward()
     expected = pytree.tree_leaves(reference(*args, **kwargs))
-    _differentiable(expected, refused).backward()
+    _differentiable(expected, chosen).backward()
     counted = counter.get_total_flops()
     tolerance = TOLERANCE[dtype]
     _compare_results(name, outputs, expected, reference, candidate, tolerance)
@@ -221,10 +221,10 @@ def compiled(
     return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms, given))
 
 
-def _differentiable(outputs: Sequence[Any], refused: Collection[int]) -> Tensor:
-    """A scalar that depends on every differentiable output but those at positions `refused`."""
-    chosen = [t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad and i not in refused]
-    return torch.stack([t.double().square().sum() + t.double().sum() for t in chosen]).sum()
+def _differentiable(outputs: Sequence[Any], chosen: Collection[int] | None) -> Tensor:
+    """A scalar that depends on every differentiable output, or on those at positions `chosen` alone."""
+    parts = [t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad and (chosen is None or i in chosen)]
+    return torch.stack([t.double().square().sum() + t.double().sum() for t in parts]).sum()
 
 
 def _compare_results(
@@ -323,16 +323,19 @@ def _compare_mean(
 ) -> float:
     """Compare the mean gradient over many draws with what it must be; returns the largest difference in standard errors.
 
-    Each gradient is compared as a whole, and along the direction of what it must be, where a wrong scale shows with fewest draws.
+    Each gradient is compared by itself. All ordinary ones together, and all compressed ones, are also compared along the
+    direction of what they must be, where a wrong scale shows with fewest draws.
     """
     total: list[Tensor] = []
     squares: list[Tensor] = []
-    along: list[list[float]] = []
+    along: dict[str, list[float]] = {"ordinary gradients": [], "compressed gradients": []}
+    ordinary = len(wanted.ordinary)
     for _ in range(draws):
         draw()
         pairs = _pairs(name, wanted, candidate, given)
         drawn = [gradient for _, gradient, _, _ in pairs]
-        along.append([float((gradient * exact).sum()) for _, gradient, exact, _ in pairs])
+        for values, part in zip(along.values(), (pairs[:ordinary], pairs[ordinary:]), strict=True):
+            values.append(sum(float((gradient * exact).sum()) for _, gradient, exact, _ in part))
         if not total:
             total, squares = [torch.zeros_like(g) for g in drawn], [torch.zeros_like(g) for g in drawn]
         for i, gradient in enumerate(drawn):
@@ -345,15 +348,23 @@ def _compare_mean(
         distance = float((mean - exact).norm())
         rounding = tolerance * size * math.sqrt(mean.numel())
         errors = max(0.0, distance - rounding) / math.sqrt(variance) if variance > rounding**2 / draws else 0.0
-        length = float(exact.norm())
-        if length > rounding:
-            part = torch.tensor([values[i] for values in along], dtype=torch.float64) / length**2
-            slack = rounding / length
-            off = abs(float(part.mean()) - 1.0) - slack
-            errors = max(errors, off / max(float(part.std()) / math.sqrt(draws), slack))
         worst = max(worst, errors)
         if errors > STANDARD_ERRORS or (errors == 0.0 and distance > rounding + STANDARD_ERRORS * math.sqrt(variance)):
             raise PassError(f"{name}: the mean of {what} is {errors:.1f} standard errors from eager's (or its image).")
+    pairs = _pairs(name, wanted, candidate, given)
+    for (what, values), part in zip(along.items(), (pairs[:ordinary], pairs[ordinary:]), strict=True):
+        square = sum(float(exact.square().sum()) for _, _, exact, _ in part)
+        if not square:
+            continue
+        scales = torch.tensor(values, dtype=torch.float64) / square
+        off = abs(float(scales.mean()) - 1.0)
+        errors = off / max(float(scales.std()) / math.sqrt(draws), tolerance)
+        worst = max(worst, errors)
+        if errors > STANDARD_ERRORS and off > tolerance:
+            raise PassError(
+                f"{name}: the mean of the {what} is {float(scales.mean()):.3f} times what it must be, {errors:.1f} standard "
+                "errors off."
+            )
     return worst
 
 

@@ -290,7 +290,7 @@ class OptimizedModule(nn.Module):
         try:
             if plan.memory is not None:
                 plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
-            plan = self._resampled(plan, args, kwargs)
+            plan = self._resampled(plan, graph, args, kwargs)
             plan.rewrite(graph, self._variants.batch_size(args, kwargs))
         except (PassError, BudgetError) as error:
             logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
@@ -298,14 +298,15 @@ class OptimizedModule(nn.Module):
         self._install(plan, graph, profile)
         return Reselection(True, gain, seconds)
 
-    def _resampled(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _resampled(self, plan: Plan, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """The plan of another selection, which has other boundaries: ratios that were measured for the last one no longer hold.
 
         Until the next calibration every row is kept.
         """
         if not any(isinstance(p, Vcas) for p in plan.passes):
             return plan
-        return replace(plan, ratios=(), mixing=self._variants.mixing(plan, args, kwargs))
+        mixing = self._variants.mixing(plan, args, kwargs) if graph.symbolic else plan.mixing
+        return replace(plan, ratios=(), mixing=mixing)
 
     def _kept_selection(self, error: Exception, start: float) -> Reselection:
         logger.warning("keeping the last selection: %s", first_line(error))

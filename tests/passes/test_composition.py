@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Several passes on one graph: every combination keeps the weakest of their contracts, and costs what was foretold."""
 
 from __future__ import annotations
@@ -80,14 +81,28 @@ PASSES: dict[str, tuple[Pass, Any]] = {
 }
 
 
+def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    """A model of the zoo. The MLP is wide enough for 1 % of its peak to be more than the numbers that a sampler draws with; T5 and
+    the model with adapters have one block, because they take longest."""
+    model, inputs = zoo.make(name, 6, dtype)
+    if name == "mlp":
+        torch.manual_seed(0)
+        model = zoo.MLP(width=64).to(dtype)
+    for module in model.modules() if name in ("t5-tied", "lora") else ():
+        for child, blocks in module.named_children():
+            if isinstance(blocks, nn.ModuleList) and child in ("layers", "block"):
+                setattr(module, child, blocks[:1])
+    return model, inputs
+
+
 @functools.cache
 def captured(name: str, dtype: torch.dtype) -> TrainingGraph:
-    model, inputs = zoo.make(name, 6, dtype)
+    model, inputs = made(name, dtype)
     return capture_to_run(model, *as_call(inputs))
 
 
 def checked(name: str, combination: tuple[str, ...]) -> list[PassCheck]:
-    model, inputs = zoo.make(name, 6)
+    model, inputs = made(name)
     dtypes = [torch.float64] if "vcas" in combination else [torch.float64, torch.float32]
     graphs = {dtype: captured(name, dtype) for dtype in dtypes}
     return check_passes([PASSES[n] for n in combination], model, inputs, dtypes=dtypes, captured=graphs, draws=DRAWS)
@@ -157,11 +172,120 @@ class GoldenDumps(expecttest.TestCase):
         graph = capture(*adapted(torch.float32))
         graph, _ = run_pass(GreenTrainer(), graph, {"weight", "down", "up", "above.weight"})
         graph, _ = run_pass(RunLora(), graph, {"weight": named_order("forward2", "backward5")})
-        assert [site.name for site in Vcas().applicable(graph)] == ["1"]
         graph, _ = run_pass(Vcas(), graph, {ROWS + "weight": 0.6, TOKENS + "above.weight": 0.8})
         graph, _ = run_pass(Lsp(subspace=2, nonzeros=1), graph, {"weight": "activations"})
         text = readable(graph)
-        self.assertExpectedInline(text[text.index("    # forward") :], """""")
+        self.assertExpectedInline(
+            text[text.index("    # forward") :],
+            """\
+    # forward
+    t: float32[3, 4] = aten.t.default(primals_4)
+    mm: float32[B, 4] = aten.mm.default(primals_6, t)
+    relu: float32[B, 4] = aten.relu.default(mm)
+    addmm_default: float32[6, 4] = aten.addmm.default(primals_1, primals_3, primals_2, alpha=2.0)
+    t_default: float32[4, 6] = aten.t.default(addmm_default)
+    mm_1: float32[B, 6] = aten.mm.default(relu, t_default)
+    t_2: float32[4, 2] = aten.t.default(primals_2)
+    mm_2: float32[B, 2] = aten.mm.default(relu, t_2)
+    mul_10: float32[B, 2] = aten.mul.Tensor(mm_2, 2.0)
+    t_3: float32[2, 6] = aten.t.default(primals_3)
+    relu_1: float32[B, 6] = aten.relu.default(mm_1)
+    t_4: float32[6, 3] = aten.t.default(primals_5)
+    mm_4: float32[B, 3] = aten.mm.default(relu_1, t_4)
+    pow_1: float32[B, 3] = aten.pow.Tensor_Scalar(mm_4, 2)
+    sum_1: float32[] = aten.sum.default(pow_1)
+    # backward
+    expand: float32[B, 3] = aten.expand.default(tangents_1, [B, 3])
+    # forward
+    pow_2: float32[B, 3] = aten.pow.Tensor_Scalar(mm_4, 1.0)
+    mul_25: float32[B, 3] = aten.mul.Scalar(pow_2, 2.0)
+    # backward
+    mul_26: float32[B, 3] = aten.mul.Tensor(expand, mul_25)
+    t_5: float32[3, B] = aten.t.default(mul_26)
+    mul_tensor: float32[3, B] = aten.mul.Tensor(t_5, t_5)
+    sum_dim_int_list: float32[B] = aten.sum.dim_IntList(mul_tensor, [0])
+    sqrt_default: float32[B] = aten.sqrt.default(sum_dim_int_list)
+    # forward
+    mul_tensor_1: float32[B, 6] = aten.mul.Tensor(relu_1, relu_1)
+    sum_dim_int_list_1: float32[B] = aten.sum.dim_IntList(mul_tensor_1, [1])
+    sqrt_default_1: float32[B] = aten.sqrt.default(sum_dim_int_list_1)
+    # backward
+    mul_tensor_2: float32[B] = aten.mul.Tensor(sqrt_default, sqrt_default_1)
+    # forward
+    select_int: float64[] = aten.select.int(random_6, 0, 0)
+    # backward
+    systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, select_int, 4)
+    getitem: int64[4] = getitem(systematic_rows_default, 0)
+    getitem_1: float64[4] = getitem(systematic_rows_default, 1)
+    sqrt_default_2: float64[4] = aten.sqrt.default(getitem_1)
+    index_select_default: float32[4, 3] = aten.index_select.default(mul_26, 0, getitem)
+    t_default_1: float32[3, 4] = aten.t.default(index_select_default)
+    _to_copy_default: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
+    view_default: float32[4] = aten.view.default(_to_copy_default, [-1])
+    mul_tensor_3: float32[3, 4] = aten.mul.Tensor(t_default_1, view_default)
+    index_select_default_1: float32[4, 6] = aten.index_select.default(relu_1, 0, getitem)
+    _to_copy_default_1: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
+    view_default_1: float32[4, 1] = aten.view.default(_to_copy_default_1, [-1, 1])
+    mul_tensor_4: float32[4, 6] = aten.mul.Tensor(index_select_default_1, view_default_1)
+    mm_5: float32[3, 6] = aten.mm.default(mul_tensor_3, mul_tensor_4)
+    t_6: float32[6, 3] = aten.t.default(mm_5)
+    # forward
+    t_7: float32[3, 6] = aten.t.default(t_4)
+    # backward
+    mm_6: float32[B, 6] = aten.mm.default(mul_26, t_7)
+    _to_copy_default_2: float64[B, 6] = aten._to_copy.default(mm_6, dtype=torch.float64)
+    mul_tensor_5: float64[B, 6] = aten.mul.Tensor(_to_copy_default_2, _to_copy_default_2)
+    sum_dim_int_list_2: float64[B] = aten.sum.dim_IntList(mul_tensor_5, [1])
+    sqrt_default_3: float64[B] = aten.sqrt.default(sum_dim_int_list_2)
+    # forward
+    select_int_1: float64[] = aten.select.int(random_6, 0, 1)
+    # backward
+    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, select_int_1, 3)
+    getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
+    getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
+    index_select_default_2: float32[3, 6] = aten.index_select.default(mm_6, 0, getitem_2)
+    _to_copy_default_3: float32[3] = aten._to_copy.default(getitem_3, dtype=torch.float32)
+    view_default_2: float32[3, 1] = aten.view.default(_to_copy_default_3, [-1, 1])
+    mul_tensor_6: float32[3, 6] = aten.mul.Tensor(index_select_default_2, view_default_2)
+    t_8: float32[3, 6] = aten.t.default(t_6)
+    index_select_default_3: float32[3, 6] = aten.index_select.default(relu_1, 0, getitem_2)
+    detach_default: float32[3, 6] = aten.detach.default(index_select_default_3)
+    detach_default_1: float32[3, 6] = aten.detach.default(detach_default)
+    threshold_backward: float32[3, 6] = aten.threshold_backward.default(mul_tensor_6, detach_default_1, 0)
+    t_9: float32[6, 3] = aten.t.default(threshold_backward)
+    index_select_default_4: float32[3, 2] = aten.index_select.default(mul_10, 0, getitem_2)
+    mm_7: float32[6, 2] = aten.mm.default(t_9, index_select_default_4)
+    t_10: float32[2, 6] = aten.t.default(mm_7)
+    # forward
+    t_11: float32[6, 2] = aten.t.default(t_3)
+    # backward
+    mm_8: float32[3, 2] = aten.mm.default(threshold_backward, t_11)
+    t_12: float32[6, 2] = aten.t.default(t_10)
+    mul_27: float32[3, 2] = aten.mul.Tensor(mm_8, 2.0)
+    t_13: float32[2, 3] = aten.t.default(mul_27)
+    index_select_default_5: float32[3, 4] = aten.index_select.default(relu, 0, getitem_2)
+    mm_9: float32[2, 4] = aten.mm.default(t_13, index_select_default_5)
+    t_14: float32[4, 2] = aten.t.default(mm_9)
+    t_16: float32[2, 4] = aten.t.default(t_14)
+    t_17: float32[6, 3] = aten.t.default(threshold_backward)
+    t_default_2: float32[4, 3] = aten.t.default(index_select_default_5)
+    clone_default: float32[6, 3] = aten.clone.default(t_17, memory_format=torch.contiguous_format)
+    clone_default_1: float32[4, 3] = aten.clone.default(t_default_2, memory_format=torch.contiguous_format)
+    combine_rows_default: float32[2, 3] = graphopt.combine_rows.default(clone_default, given_7, given_8)
+    combine_rows_default_1: float32[2, 3] = graphopt.combine_rows.default(clone_default_1, given_9, given_10)
+    t_default_3: float32[3, 2] = aten.t.default(combine_rows_default_1)
+    mm_default: float32[2, 2] = aten.mm.default(combine_rows_default, t_default_3)
+    return (
+        sum_1,  # output 0
+        mm_default,  # gradient of compressed weight
+        t_16,  # gradient of parameter down
+        t_12,  # gradient of parameter up
+        None,  # gradient of parameter below.weight
+        t_8,  # gradient of parameter above.weight
+        None,
+    )
+""",
+        )
 
 
 def test_the_order_of_the_pipeline_is_fixed() -> None:
@@ -201,7 +325,7 @@ def test_a_bias_under_compression_is_found() -> None:
     model, inputs = zoo.make("mlp", 6)
     skewed = Skewed(subspace=3, nonzeros=2)
     passes: list[tuple[Pass, Any]] = [PASSES["vcas"], (skewed, all_sites(skewed))]
-    with pytest.raises(PassError, match=r"vcas \+ lsp: the mean of the compressed gradient of .* standard errors"):
+    with pytest.raises(PassError, match=r"vcas \+ lsp: the mean of the compressed gradient.* standard errors"):
         check_passes(passes, model, inputs, dtypes=[torch.float64], draws=DRAWS)
     with pytest.raises(PassError, match=r"greentrainer \+ lsp: the compressed gradient of .* differs"):
         check_passes([PASSES["greentrainer"], (skewed, all_sites(skewed))], model, inputs, dtypes=[torch.float64])
