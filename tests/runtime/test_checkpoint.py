@@ -71,7 +71,7 @@ def optimized(model: nn.Module, **options: Any) -> graphopt.OptimizedModule:
 
 def selecting(seed: int) -> Run:
     model = mlp(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     opt = optimized(model, budget=0.8, optimizer=optimizer)
     controller = SelectionController(opt, optimizer, every=2, tolerance=0.0)
     return Run(model, opt, optimizer, [controller.after_step], [controller])
