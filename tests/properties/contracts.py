@@ -284,7 +284,8 @@ def check_expectation(model: Network, opt: Any) -> None:
     rows = [name for name in sites if name.startswith(ROWS)]
     tokens = [name for name in sites if not name.startswith(ROWS)]
     inputs = model.inputs(size, seed=3)
-    expected = eager(model, inputs).gradients
+    run = eager(model, inputs)
+    expected = {**run.gradients, **{i: t.grad for i, t in enumerate(run.inputs)}}
     scale = max(float(g.abs().max()) for g in expected.values() if g is not None)
     for decisions in (dict(zip(rows[-2:], (0.75, 0.5), strict=False)), dict.fromkeys(tokens[len(tokens) // 2 :][:1], 0.4)):
         rewritten, report = run_pass(Vcas(), graph, decisions)
