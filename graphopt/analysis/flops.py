@@ -179,10 +179,16 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
 
 
 def _served_parameters(graph: TrainingGraph, forward: set[fx.Node], gradients: list[fx.Node]) -> dict[fx.Node, int]:
-    """For every node that the backward runs, a bit mask of the gradients computed from it."""
+    """For every node that the backward runs, a bit mask of the gradients computed from it.
+
+    What an input's gradient is computed from runs whatever is selected: its mask is that of every parameter.
+    """
     serves: dict[fx.Node, int] = defaultdict(int)
     for i, node in enumerate(gradients):
         serves[node] |= 1 << i
+    for desc, result in zip(graph.outputs, graph.results, strict=True):
+        if desc.kind == "gradient" and desc.target.kind == "input" and result is not None:
+            serves[result] |= (1 << len(gradients)) - 1
     for node in reversed(list(graph.graph.nodes)):
         if (node in forward and not is_recomputed(node)) or node.op == "output":
             continue

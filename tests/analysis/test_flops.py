@@ -5,6 +5,7 @@ import torch
 from graphopt.passes import GreenTrainer, run_pass
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt import InputError
@@ -106,3 +107,17 @@ def test_unknown_cost_mode() -> None:
     model, inputs = zoo.make("mlp", 4)
     with pytest.raises(InputError, match="paper"):
         graphopt.analyze(model, inputs, cost="guess")  # type: ignore[arg-type]
+
+
+def test_an_inputs_gradient_costs_whatever_is_selected() -> None:
+    model, (x, labels) = zoo.make("mlp", 4)
+    x.requires_grad_()
+    flops = graphopt.analyze(model, (x, labels)).flops
+    opt = graphopt.optimize(model, (x, labels), passes=[GreenTrainer(train=("third.bias",))], backend="aot_eager")
+    with FlopCounterMode(display=False) as eager:
+        model(x, labels).backward()
+    with FlopCounterMode(display=False) as cut:
+        opt(x, labels).backward()
+    assert eager.get_total_flops() == flops.step
+    assert cut.get_total_flops() == flops.forward + flops.cost(["third.bias"])
+    assert flops.cost(["third.bias"]) == 2 * 4 * (8 * 3 + 8 * 8 + 5 * 8)  # down to the input

@@ -7,6 +7,7 @@ expectation eager's where rows are sampled, P'GQ where they are compressed. FLOP
 from __future__ import annotations
 
 import copy
+import logging
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,6 +24,7 @@ import graphopt
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
+from graphopt.budget import Budget
 from graphopt.errors import BudgetError, GraphoptError
 from graphopt.verify import verify
 from tests.draws import expectation
@@ -68,7 +70,8 @@ class Request:
 
 COMBINATIONS = [
     (), ("flops",), ("vcas",), ("lsp",), ("runlora",), ("train",), ("flops", "runlora"), ("flops", "vcas"), ("train", "vcas"),
-    ("train", "lsp"), ("runlora", "lsp"), ("runlora", "vcas"), ("train", "runlora", "lsp"),
+    ("train", "lsp"), ("runlora", "lsp"), ("runlora", "vcas"), ("train", "runlora", "vcas", "lsp"), ("memory",),
+    ("flops", "memory"), ("vcas", "lsp"),
 ]  # fmt: skip
 
 
@@ -123,6 +126,9 @@ def check(model: Network, request: Request) -> str:
     Raises:
         AssertionError, or whatever else comes up: a fault of graphopt.
     """
+    warnings = Warnings()
+    logger = logging.getLogger("graphopt")
+    logger.addHandler(warnings)
     try:
         hold(model, request)
     except GraphoptError as error:
@@ -130,7 +136,22 @@ def check(model: Network, request: Request) -> str:
             if re.search(pattern, str(error)):
                 return what
         raise
+    finally:
+        logger.removeHandler(warnings)
+    fallen_back = [text for text in warnings.texts if "could not be compiled" in text]
+    assert not fallen_back, fallen_back[0]
     return "held"
+
+
+class Warnings(logging.Handler):
+    """Keeps what graphopt warns of; something else that runs in a step's place hides a fault."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def hold(model: Network, request: Request) -> None:
@@ -150,6 +171,7 @@ def hold(model: Network, request: Request) -> None:
             opt.zero_grad()
             ours = step(model, opt, model.inputs(size, seed=i))
             compare(request, opt, ours, expected, size)
+        assert opt.last_step is not None, "the model itself ran in the step's place"
         verify(opt.last_step.graph)
         if request.backend == "aot_eager":
             assert ours.flops == flop_profile(opt.last_step.graph).step, "counted FLOPs are not those foretold"
@@ -184,12 +206,22 @@ def optimized(model: Network, request: Request, expected: Run) -> Any:
         passes.append(Vcas(keep_rows=request.keep_rows, keep_tokens=request.keep_tokens))
     if "lsp" in request.passes:
         passes.append(Lsp(subspace=request.subspace, nonzeros=1, criterion="flops", iterations=3))
-    budget = max(request.share, 0.01) if "flops" in request.passes else None
-    try:
-        return graphopt.optimize(model, inputs, budget=budget, passes=passes, backend=request.backend)
-    except BudgetError as error:
-        smallest = float(str(error).split("Smallest feasible: ")[1].removesuffix("."))
-        return graphopt.optimize(model, inputs, budget=smallest, passes=passes, backend=request.backend)
+    budget = Budget(
+        flops=max(request.share, 0.01) if "flops" in request.passes else None,
+        memory=1 if "memory" in request.passes else None,
+    )
+    options = {"passes": "auto" if "memory" in request.passes else passes, "backend": request.backend}
+    for _ in range(2):
+        try:
+            return graphopt.optimize(model, inputs, budget=budget, **options)
+        except BudgetError as error:
+            smallest = re.search(r"Smallest feasible[^:]*: ([\d.,]*\d)", str(error))
+            if smallest is None:
+                raise
+            limit = smallest[1].replace(",", "")
+            memory = str(error).startswith("memory")
+            budget = replace(budget, memory=int(limit)) if memory else replace(budget, flops=float(limit))
+    return graphopt.optimize(model, inputs, budget=budget, **options)
 
 
 def compare(request: Request, opt: Any, ours: Run, expected: Run, size: int) -> None:
@@ -219,7 +251,8 @@ def compare(request: Request, opt: Any, ours: Run, expected: Run, size: int) -> 
             assert found is None, f"{name} has a full gradient"
             image = compressed[name].variable.grad
             assert image is not None, f"no compressed gradient of {name}"
-            close(image, compressed[name].subspace.compress(gradient), f"the image of {name}", 10 * scale)
+            if exact:
+                close(image, compressed[name].subspace.compress(gradient), f"the image of {name}", 10 * scale)
         else:
             assert found is not None, f"no gradient of {name}"
             assert torch.isfinite(found).all(), f"gradient of {name} is not finite"
@@ -246,12 +279,13 @@ def check_expectation(model: Network, opt: Any) -> None:
     graph = opt.graph
     if not (graph.symbolic and graph.accepts(size)):
         return
-    graph = replace(opt.__dict__["_plan"].before_sampling().rewrite(graph)[0], batch_size=size)
+    graph = replace(opt.plan.before_sampling().rewrite(graph)[0], batch_size=size)
     sites = [site.name for site in Vcas().applicable(graph)]
     rows = [name for name in sites if name.startswith(ROWS)]
     tokens = [name for name in sites if not name.startswith(ROWS)]
     inputs = model.inputs(size, seed=3)
-    expected = eager(model, inputs).gradients
+    run = eager(model, inputs)
+    expected = {**run.gradients, **{i: t.grad for i, t in enumerate(run.inputs)}}
     scale = max(float(g.abs().max()) for g in expected.values() if g is not None)
     for decisions in (dict(zip(rows[-2:], (0.75, 0.5), strict=False)), dict.fromkeys(tokens[len(tokens) // 2 :][:1], 0.4)):
         rewritten, report = run_pass(Vcas(), graph, decisions)

@@ -22,7 +22,8 @@ class Network(nn.Module):
         shape: of the input x, without the batch.
         objective: how the outputs of the head are compared with y.
         output: what is returned; `loss_of` finds what is differentiated.
-        input_gradient, strided: whether x requires a gradient, and whether its batch is the last dimension in memory.
+        input_gradient, strided, changed: whether x requires a gradient, its batch is the last dimension in memory, and it is
+            changed in place.
     """
 
     def __init__(self, c: Choices) -> None:
@@ -49,6 +50,7 @@ class Network(nn.Module):
         self.output = c.of(["loss", "tuple", "dict", "nested", "aliases", "two losses"])
         self.input_gradient = self.kind != "tokens" and c.rarely(6)
         self.strided = c.rarely(6)
+        self.changed = self.kind != "tokens" and not self.input_gradient and c.rarely(10)
         if c.rarely(4):
             self.unused = nn.Linear(2, 2)
         parameters = list(self.parameters())
@@ -58,10 +60,12 @@ class Network(nn.Module):
 
     def extra_repr(self) -> str:
         frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
-        inputs = f"{self.kind} {self.shape}, input_gradient={self.input_gradient}, strided={self.strided}"
+        inputs = f"{self.kind} {self.shape}, input_gradient={self.input_gradient}, strided={self.strided}, changed={self.changed}"
         return f"{inputs}, {self.objective}, returns {self.output}; frozen {frozen}"
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
+        if self.changed:
+            x.mul_(0.5)
         hidden = self.body(self.embedding(x) if self.kind == "tokens" else x)
         logits = self.head(hidden if self.per_token else hidden.flatten(1))
         if self.objective == "cross entropy":
