@@ -27,7 +27,7 @@ def bucketed(collator: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[Seque
     """
     if not hasattr(collator, "pad_to_multiple_of"):
         raise InputError(
-            f"{type(collator).__name__} has no pad_to_multiple_of, by which batches are padded to given lengths: use one of "
+            f"{getattr(collator, '__name__', type(collator).__name__)} has no pad_to_multiple_of, by which batches are padded to given lengths: use one of "
             "transformers' padding collators, such as DataCollatorWithPadding(tokenizer)."
         )
     if not lengths or len(lengths) > CAPTURE_LIMIT or any(not isinstance(n, int) or n < 1 for n in lengths):

@@ -144,8 +144,11 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Select anew and adapt sampling, where it is time."""
-        if self._steps is not None:
-            self._steps.after_step(last=state.global_step >= state.max_steps)
+        if self._steps is None:
+            return
+        if self.opt is not None and self.opt.subspaces is not None:
+            self.opt.zero_grad()  # the Trainer clears only what model.parameters() has
+        self._steps.after_step(last=state.global_step >= state.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add figures to what is logged about training."""
