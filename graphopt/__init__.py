@@ -16,6 +16,7 @@ from graphopt.budget import Budget
 from graphopt.errors import (
     BudgetError,
     CaptureError,
+    CheckpointError,
     GraphoptError,
     ImportanceError,
     InputError,
@@ -35,6 +36,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "GraphoptError",
     "ImportanceError",
     "InputError",

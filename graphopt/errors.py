@@ -25,5 +25,9 @@ class ImportanceError(GraphoptError, ValueError):
     """Importance could not be measured, or is not finite."""
 
 
+class CheckpointError(GraphoptError, RuntimeError):
+    """A checkpoint could not be written."""
+
+
 class TorchVersionError(GraphoptError, ImportError):
     """The installed torch is outside the supported range."""

@@ -8,7 +8,6 @@ import os
 import statistics
 import tempfile
 import time
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -32,7 +31,8 @@ class ProductTimes:
         self.dtype = dtype
         self.path = path or cache_file()
         self.key = f"{_device_name(device)} {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
-        self._known: dict[str, float] = _read(self.path).get(self.key, {})
+        self._known: dict[str, float] = {**_read(self.path).get(self.key, {}), **_adopted.get(self.key, {})}
+        self.used: dict[str, float] = {}
 
     @property
     def peak(self) -> float:
@@ -75,7 +75,15 @@ class ProductTimes:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 self._known[name] = measure()  # type: ignore[operator]
             _write(self.path, self.key, self._known)
+        self.used[name] = self._known[name]
         return self._known[name]
+
+    def adopt(self, times: dict[str, float]) -> bool:
+        """Go by these times; whether one of them was another when it was used."""
+        changed = any(self.used.get(name, seconds) != seconds for name, seconds in times.items())
+        self._known |= times
+        self.used |= {name: seconds for name, seconds in times.items() if name in self.used}
+        return changed
 
     def _measure(self, call: object) -> float:
         samples: list[float] = []
@@ -91,12 +99,37 @@ class ProductTimes:
         return statistics.median(samples)
 
 
-@lru_cache(maxsize=16)
+_by_device: dict[tuple[torch.device, torch.dtype], ProductTimes] = {}
+_adopted: dict[str, dict[str, float]] = {}
+
+
 def product_times(device: torch.device, dtype: torch.dtype) -> ProductTimes | None:
     """Times for a device; None for one on which nothing can run, such as `meta`."""
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
-        return ProductTimes(device, dtype)
+        if (device, dtype) not in _by_device:
+            _by_device[device, dtype] = ProductTimes(device, dtype)
+        return _by_device[device, dtype]
     return None
+
+
+def used_times() -> dict[str, dict[str, float]]:
+    """The times by which this process has decided so far, by `ProductTimes.key`."""
+    found: dict[str, dict[str, float]] = {key: dict(times) for key, times in _adopted.items()}
+    for times in _by_device.values():
+        found.setdefault(times.key, {}).update(times.used)
+    return found
+
+
+def adopt_times(times: dict[str, dict[str, float]]) -> bool:
+    """Decide by these times from now on, as far as they are of this machine; others are kept, and not used.
+
+    Returns:
+        Whether a decision may have been taken by other times already.
+    """
+    for key, seconds in times.items():
+        _adopted.setdefault(key, {}).update(seconds)
+    changed = [known.adopt(times.get(known.key, {})) for known in _by_device.values()]
+    return any(changed)
 
 
 def cache_file() -> Path:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graphopt.errors import InputError
 from graphopt.runtime.module import OptimizedModule, Reselection
+from graphopt.runtime.plain_values import from_plain, to_plain
+
+
+@dataclass(frozen=True)
+class Count:
+    """The state of an `Every`."""
+
+    every: int
+    steps: int
 
 
 class Every:
@@ -24,6 +35,30 @@ class Every:
         """Count a step; whether it is the last of `every`."""
         self.steps += 1
         return self.steps % self.every == 0
+
+    @property
+    def remaining(self) -> int:
+        """Steps until the next that is the last of `every`."""
+        return self.every - self.steps % self.every
+
+    def snapshot(self) -> Any:
+        """See `Stateful`."""
+        return to_plain(Count(self.every, self.steps))
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(Count, snapshot, "a controller's count")
+        if saved.every != self.every:
+            raise InputError(f"it was saved with a controller of every={saved.every}, and this model's has every={self.every}.")
+        if saved.steps < 0:
+            raise InputError(f"a controller's count is {saved.steps} steps.")
+        return lambda: setattr(self, "steps", saved.steps)
+
+
+@dataclass(frozen=True)
+class _SelectionState:
+    due: Any
+    history: tuple[Reselection, ...]
 
 
 class SelectionController:
@@ -54,6 +89,7 @@ class SelectionController:
         self.due = Every(every)
         self.tolerance = tolerance
         self.history: list[Reselection] = []
+        opt.controllers.add(self)
 
     def after_step(self, batch: Any) -> Reselection | None:
         """Count a step; when it is time, select anew from `batch`.
@@ -66,6 +102,21 @@ class SelectionController:
         outcome = self.opt.reselect(batch, self.optimizer, self.tolerance)
         self.history.append(outcome)
         return outcome
+
+    def snapshot(self) -> Any:
+        """See `Stateful`."""
+        return to_plain(_SelectionState(self.due.snapshot(), tuple(self.history)))
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(_SelectionState, snapshot, "SelectionController")
+        restore_count = self.due.prepare(saved.due)
+
+        def restore() -> None:
+            restore_count()
+            self.history = list(saved.history)
+
+        return restore
 
 
 class MergeController:
@@ -92,7 +143,16 @@ class MergeController:
         """
         self.opt = opt
         self.due = Every(every)
+        opt.controllers.add(self)
 
     def after_step(self) -> bool:
         """Count a step; when it is time, look. Returns whether a layer's order may change with the next step."""
         return self.due.after_step() and self.opt.recheck_merges()
+
+    def snapshot(self) -> Any:
+        """See `Stateful`."""
+        return self.due.snapshot()
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        return self.due.prepare(snapshot)

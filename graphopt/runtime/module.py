@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
 from graphopt.report.summary import Report
+from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Variants
@@ -84,6 +86,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_profile"] = None
         self.__dict__["_controller"] = None
         self.__dict__["_subspaces"] = None
+        self.__dict__["controllers"] = Controllers()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -310,7 +313,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_plan"] = plan
         return changed
 
-    def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> None:
+    def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile | None) -> None:
         """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
         before = self.selected
         self.__dict__.update(_plan=plan, _graph=graph, _profile=profile)
@@ -320,6 +323,55 @@ class OptimizedModule(nn.Module):
                 parameters[name].grad = None
         if self.subspaces is not None:
             self.subspaces.clear_gradients(before - self.selected)
+
+    def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write what graphopt itself knows to one file, so that training goes on from it as if it had never stopped.
+
+        Call it between two steps, and save the model's weights (`state_dict()`) and the random state with it. The file is
+        safetensors with JSON, and appears at once or not at all. See `graphopt.runtime.checkpoint`.
+
+        Args:
+            optimizer: whose state is saved in the same file.
+        Raises:
+            InputError: a value that such a file cannot hold, in the optimizer's state or a batch.
+            CheckpointError: the file could not be written; what was there is as it was.
+        """
+        from graphopt.runtime import checkpoint
+
+        if self.subspaces is not None:
+            self.subspaces.synchronize()
+        checkpoint.save(path, self._model, self._plan, self._parts(), optimizer, self._names())
+
+    def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Go on from what `save_state` wrote, in a model that was optimised with the same passes and budget.
+
+        Make controllers and the optimizer before, and load the model's weights, too.
+
+        Args:
+            optimizer: to which the optimizer's state in the file is given; without it, that is left out.
+        Raises:
+            InputError: the file is damaged or of another kind, version, model, budget, pass, controller or optimizer. Nothing is
+                changed then.
+        """
+        from graphopt.runtime import checkpoint
+
+        plan, restore = checkpoint.prepare(path, self._model, self._plan, self._parts(), optimizer, self._names())
+        restore()
+        self._install(plan, self._graph, self._profile)
+
+    def _parts(self) -> dict[str, Stateful | None]:
+        """Everything but the plan that has a state."""
+        return {
+            "variants": self._variants,
+            "subspaces": self.subspaces,
+            "sampling": self.controller,
+            "controllers": self.controllers,
+        }
+
+    def _names(self) -> dict[int, str]:
+        """Of parameters and of the variables in place of compressed weights, by `id`."""
+        compressed = {} if self.subspaces is None else self.subspaces.weights
+        return {id(p): n for n, p in self._model.named_parameters()} | {id(w.variable): n for n, w in compressed.items()}
 
     @property
     def report(self) -> Report:

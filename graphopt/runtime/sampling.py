@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphopt.capture import as_call, flatten_call, unchanged_rng
+from graphopt.errors import InputError
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
 from graphopt.planner.plan import Ratios
 from graphopt.planner.sample_ratios import Calibration, Norms, SampleRatios, corrected, proposed
 from graphopt.probe import Probe
 from graphopt.runtime.controllers import Every
+from graphopt.runtime.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
@@ -79,6 +81,27 @@ class _Counts:
     history: list[Adaptation] = field(default_factory=list)
 
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call of the model."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a checkpoint keeps; `recent` only holds batches that the next calibration may run on."""
+
+    ratios: SampleRatios
+    due: Any
+    spent: float
+    calibrating: float
+    steps: int
+    seconds: float
+    history: tuple[Adaptation, ...]
+    recent: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
+    measured: str
+    calibrations: int
+
+
 class SamplingController:
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 
@@ -108,9 +131,9 @@ class SamplingController:
         self.state = SampleRatios()
         self.due = Every(rewrite.every)
         self.counts = _Counts()
-        self._recent: list[Any] = []
+        self._recent: list[Call] = []
         self._known: dict[Ratios, float] = {(): 1.0}
-        self._step: MeasuringStep | None = None
+        self._measured = ""
         self._calibrations = 0
 
     @property
@@ -144,16 +167,16 @@ class SamplingController:
             return None
         reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
         self.counts.spent += next((r.step_flops_after / r.step_flops_before for r in reports if r.name == Vcas.name), 1.0)
-        self._recent = [*self._recent, batch][-BATCHES:]
+        self._recent = [*self._recent, as_call(batch)][-BATCHES:]
         if not self.due.after_step():
             return None
-        batches = self._alike(batch)
+        batches = self._alike()
         if len(batches) < BATCHES:  # the batch before had another shape
             return None
         start = time.perf_counter()
         step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
-        if step is not self._step:  # other shapes or another selection: other rows, other FLOPs
-            self._known, self._step = {(): 1.0, self.opt.sample_ratios: 1.0}, step
+        if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
+            self._known, self._measured = {(): 1.0, self.opt.sample_ratios: 1.0}, step.fingerprint
         before = self.opt.sample_ratios
         seen = self._adapt(step, batches)
         self._install(batch, step.batch_size)
@@ -173,15 +196,58 @@ class SamplingController:
         self.counts.history.append(adaptation)
         return adaptation
 
-    def _alike(self, batch: Any) -> list[Any]:
-        """The last batches whose tensors have the shapes of `batch`'s."""
+    def snapshot(self) -> Any:
+        """See `Stateful`. Batches are held only where the next calibration will run on them."""
+        needed = max(0, BATCHES - self.due.remaining)
+        state = _State(
+            ratios=self.state,
+            due=self.due.snapshot(),
+            spent=self.counts.spent,
+            calibrating=self.counts.calibrating,
+            steps=self.counts.steps,
+            seconds=self.counts.seconds,
+            history=tuple(self.counts.history),
+            recent=tuple(self._recent[-needed:] if needed else ()),
+            known=tuple(self._known.items()),
+            measured=self._measured,
+            calibrations=self._calibrations,
+        )
+        return to_plain(state)
 
-        def shapes(b: Any) -> list[Any]:
-            return [tuple(t.shape) for t in pytree.tree_leaves(b) if isinstance(t, Tensor)]
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(_State, snapshot, "sampling")
+        known = dict(saved.known)
+        if () not in known:
+            raise InputError("sampling.known lacks the exact step.")
+        restore_count = self.due.prepare(saved.due)
 
-        return [b for b in self._recent if shapes(b) == shapes(batch)]
+        def restore() -> None:
+            restore_count()
+            self.state = saved.ratios
+            self.counts = _Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
+            self._recent, self._known = list(saved.recent), known
+            self._measured, self._calibrations = saved.measured, saved.calibrations
 
-    def _adapt(self, step: MeasuringStep, batches: Sequence[Any]) -> Calibration:
+        return restore
+
+    def _alike(self) -> list[Call]:
+        """The last batches whose tensors have the shapes of the very last one's, where that is."""
+
+        def tensors(call: Call) -> list[Tensor]:
+            return [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
+
+        last = tensors(self._recent[-1])
+        found = []
+        for call in self._recent:
+            if [t.shape for t in tensors(call)] == [t.shape for t in last]:
+                leaves, structure = pytree.tree_flatten(call)
+                devices = iter([t.device for t in last])  # a batch of a checkpoint is on the CPU
+                moved = [leaf.to(next(devices)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                found.append(pytree.tree_unflatten(moved, structure))
+        return found
+
+    def _adapt(self, step: MeasuringStep, batches: Sequence[Call]) -> Calibration:
         """Lower the ratios as far as their measured variance allows; returns what was measured with those it settled on."""
         probe = step.probe
         for_rows, for_terms = ROWS_SHARE * self.tolerance, (1 - ROWS_SHARE) * self.tolerance
@@ -203,7 +269,7 @@ class SamplingController:
         self.state = SampleRatios(candidate.preserved, dict.fromkeys(norms.rows, 1.0), dict.fromkeys(probe.tokens, 1.0))
         return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0))
 
-    def _exact(self, step: MeasuringStep, batches: Sequence[Any]) -> tuple[list[dict[str, Tensor]], Norms]:
+    def _exact(self, step: MeasuringStep, batches: Sequence[Call]) -> tuple[list[dict[str, Tensor]], Norms]:
         """Some entries of every gradient, by batch, and the norms of the samples' gradients at every boundary."""
         probe = step.probe
         whole = torch.full((len(probe.parents) + len(probe.tokens),), 2**31, dtype=torch.int64)
@@ -217,7 +283,7 @@ class SamplingController:
         return exact, Norms(rows, probe.parents)
 
     def _sampled(
-        self, step: MeasuringStep, batches: Sequence[Any], exact: Sequence[Mapping[str, Tensor]], ratios: SampleRatios
+        self, step: MeasuringStep, batches: Sequence[Call], exact: Sequence[Mapping[str, Tensor]], ratios: SampleRatios
     ) -> Calibration:
         """Measure the variance that `ratios` add."""
         probe = step.probe
@@ -242,13 +308,13 @@ class SamplingController:
                 per_weight[name] = own[weight] * sizes[weight] / exact[0][weight].numel()
         return Calibration(sum(own.values()), sum(added) / len(added), per_weight, {n: sum(v) / len(v) for n, v in terms.items()})
 
-    def _entries(self, step: MeasuringStep, batch: Any, counts: Tensor, seed: int) -> dict[str, Tensor]:
+    def _entries(self, step: MeasuringStep, batch: Call, counts: Tensor, seed: int) -> dict[str, Tensor]:
         """Some entries of every gradient, the same ones throughout a calibration, with the dropout of `seed`."""
         tensors = self.opt.tensors()
         with unchanged_rng(list(tensors.values())):
             torch.manual_seed(seed)
             device = next(iter(tensors.values())).device
-            found = step.gradients(tensors, flatten_call(*as_call(batch)), counts.to(device), self.opt.loss_function)
+            found = step.gradients(tensors, flatten_call(*batch), counts.to(device), self.opt.loss_function)
         generator = torch.Generator().manual_seed(self._calibrations)
         entries = {}
         for name, gradient in found.items():

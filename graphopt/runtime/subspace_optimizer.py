@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from graphopt.errors import GraphoptError, InputError
 from graphopt.projectors import Subspace, transport
 from graphopt.runtime.host_adam import HostUpdate, Moments, adam_direction
+from graphopt.runtime.load_optimizer import load_optimizer
 from graphopt.runtime.offload import Apply, Offload, synchronize_before_reading
+from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.subspaces import Subspaces
 
 OptimizerType = Callable[..., torch.optim.Optimizer]
@@ -223,8 +225,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As of torch optimizers, with the projectors under "subspaces" and Adam's states in them under "moments"."""
         self.synchronize()
-        moments = {name: dict(vars(m)) for name, m in self.moments.items()}
-        return {**self.inner.state_dict(), "subspaces": self.subspaces.state(), "moments": moments}
+        return {**self.inner.state_dict(), "subspaces": self.subspaces.snapshot(), "moments": to_plain(self.moments)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`.
@@ -234,16 +235,30 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         """
         if "subspaces" not in state_dict:
             raise InputError("this is not the state of an optimizer with compressed gradients: it has no 'subspaces'.")
-        self.subspaces.check_state(state_dict["subspaces"])
+        restore_subspaces = self.subspaces.prepare(state_dict["subspaces"])
+        moments = self._checked_moments(state_dict.get("moments"))
+        load_optimizer(self.inner, {k: v for k, v in state_dict.items() if k not in ("subspaces", "moments")})
+        self.param_groups = self.inner.param_groups
         self.synchronize()
         if self.offload is not None:
             self.offload.forget_started()
-        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k not in ("subspaces", "moments")})
-        self.param_groups = self.inner.param_groups
-        self.subspaces.load(state_dict["subspaces"])
-        for name, entry in state_dict["moments"].items():
+        restore_subspaces()
+        self.moments = moments
+
+    def _checked_moments(self, saved: Any) -> dict[str, Moments]:
+        moments = from_plain(dict[str, Moments], saved, "moments")
+        for name in sorted(set(moments) ^ set(self.moments)):
+            raise InputError(f"the state has no moments of the same weights: {name} is in one of both alone.")
+        for name, m in moments.items():
             like = self.moments[name].first
-            self.moments[name] = Moments(entry["first"].to(like, copy=True), entry["second"].to(like, copy=True), entry["step"])
+            if m.first.shape != like.shape or m.second.shape != like.shape or m.step < 0 or not m.first.is_floating_point():
+                raise InputError(f"the moments of {name} are not two matrices of {tuple(like.shape)} and a number of steps.")
+        return {
+            name: Moments(
+                m.first.to(self.moments[name].first, copy=True), m.second.to(self.moments[name].first, copy=True), m.step
+            )
+            for name, m in moments.items()
+        }
 
 
 class _Direct:

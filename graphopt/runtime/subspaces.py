@@ -15,8 +15,11 @@ from graphopt.compressed_gradients import given_inputs
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
 from graphopt.passes.lsp import Lsp
-from graphopt.projectors import Projector, Subspace, Whole, draw_subspace, fit
+from graphopt.projectors import Subspace, Whole, draw_subspace, fit
 from graphopt.runtime.offload import Offload
+from graphopt.runtime.plain_values import from_plain, to_plain
+from graphopt.runtime.subspaces_state import SubspacesState, WeightState
+from graphopt.runtime.uniforms import check_generator_state
 
 Changed = Callable[[str, Subspace, Subspace], None]
 """Told the name of a weight, its old subspace and its new one."""
@@ -194,48 +197,53 @@ class Subspaces:
         self.synchronize()
         self.offloads |= dict.fromkeys(names, offload)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
-        weights = {}
-        for name, w in self.weights.items():
-            sides = {"left": w.subspace.left, "right": w.subspace.right}
-            arrays = {f"{side}_{what}": getattr(p, what).cpu() for side, p in sides.items() for what in ("columns", "values")}
-            weights[name] = {"shape": w.shape, "size": self.rewrite.subspace, **arrays, "error": w.error, "fits": w.fits}
-        return {"weights": weights, "steps": self.steps, "checked_at": self._checked_at, "generator": self.generator.get_state()}
+    def snapshot(self) -> dict[str, Any]:
+        """See `Stateful`."""
+        weights = {
+            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped) for name, w in self.weights.items()
+        }
+        state = SubspacesState(
+            self.rewrite.subspace,
+            weights,
+            self.steps,
+            self.forwards,
+            self._checked_at,
+            tuple(sorted(self._stepped)),
+            self.generator.get_state(),
+        )
+        return to_plain(state)
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise `InputError` unless `state` fits these weights."""
-        saved = state["weights"]
-        missing = sorted(set(saved) ^ set(self.weights))
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(SubspacesState, snapshot, "subspaces")
+        check_generator_state(saved.generator)
+        missing = sorted(set(saved.weights) ^ set(self.weights) | set(saved.stepped) - set(self.weights))
         if missing:
             raise InputError(f"the checkpoint does not compress the same weights: {missing[0]} is in one of both alone.")
-        for name, w in self.weights.items():
-            found = saved[name]
-            ours: dict[str, Any] = {"shape": w.shape, "subspace": self.rewrite.subspace}
-            theirs: dict[str, Any] = {"shape": tuple(found["shape"]), "subspace": found["size"]}
-            for side, projector in (("left", w.subspace.left), ("right", w.subspace.right)):
-                ours[f"{side} nonzeros"] = projector.columns.shape[1]
-                theirs[f"{side} nonzeros"] = found[f"{side}_columns"].shape[1]
-            for what, value in ours.items():
-                if value != theirs[what]:
-                    raise InputError(
-                        f"the checkpoint has {what} {theirs[what]} for {name}, this model {value}: use the same model and Lsp."
-                    )
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; see `check_state`."""
-        for name, w in self.weights.items():
-            found = state["weights"][name]
-            device, dtype = w.variable.device, w.variable.dtype
-            left, right = (
-                Projector(found[f"{side}_columns"], found[f"{side}_values"], self.rewrite.subspace).to(device, dtype)
-                for side in ("left", "right")
+        if saved.size != self.rewrite.subspace:
+            raise InputError(
+                f"the checkpoint has subspace {saved.size} for {self.names[0]}, this model {self.rewrite.subspace}: use the same "
+                "model and Lsp."
             )
-            if self.rewrite.schedule != "zero":
-                w.install(Subspace(left, right))
-            w.error, w.fits = found["error"], found["fits"]
-        self.steps, self._checked_at = state["steps"], state["checked_at"]
-        self.generator.set_state(state["generator"].cpu())
+        subspaces = {
+            name: saved.weights[name].subspaces(name, w.shape, self.rewrite.subspace, w.subspace, w.variable)
+            for name, w in self.weights.items()
+        }
+
+        def restore() -> None:
+            self.synchronize()
+            for name, w in self.weights.items():
+                now, after = subspaces[name]
+                if self.rewrite.schedule != "zero":
+                    w.install(now)
+                    w.next = after
+                state = saved.weights[name]
+                w.error, w.fits, w.skipped = state.error, state.fits, state.skipped
+            self.steps, self.forwards, self._checked_at = saved.steps, saved.forwards, saved.checked_at
+            self._stepped = set(saved.stepped)
+            self.generator.set_state(saved.generator)
+
+        return restore
 
     def follow_cleared_gradients(self, ordinary: list[Tensor]) -> None:
         """Clear compressed gradients where the ordinary ones have been cleared: `zero_grad` of a model does not know of D.

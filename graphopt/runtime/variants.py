@@ -6,10 +6,12 @@ A new batch size is a substitution into the captured graph; a new call signature
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -19,13 +21,16 @@ from torch.utils import _pytree as pytree
 
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
 from graphopt.compat import InputDesc
+from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend, Lowered, lower
 from graphopt.passes import PassReport
 from graphopt.planner.independence import mixing_reason
 from graphopt.planner.plan import Plan
+from graphopt.planner.product_times import adopt_times, used_times
 from graphopt.probe import COUNTS, Probe, make_probe
+from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
 
@@ -124,12 +129,14 @@ class MeasuringStep:
     Attributes:
         probe: with the static graph that was lowered.
         batch_size: samples.
+        fingerprint: of what it was compiled for, the same in every process.
     """
 
     probe: Probe
     lowered: Lowered
     batch_size: int
     uniforms: Uniforms
+    fingerprint: str
 
     def gradients(
         self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, counts: Tensor, loss: LossFunction | None
@@ -162,6 +169,12 @@ class Counters:
     capture_seconds: float = 0.0
     compile_seconds: float = 0.0
     rewrite_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _VariantsState:
+    uniforms: Any
+    product_times: dict[str, dict[str, float]]
 
 
 class Variants:
@@ -243,8 +256,29 @@ class Variants:
             lowered = lower(static, self.backend)
             self.counters.compilations += 1
             self.counters.compile_seconds += time.perf_counter() - start
-            self._measuring = (key, MeasuringStep(replace(probe, graph=static), lowered, batch_size, self.uniforms))
+            place = self._signature(inputs, batch_dims_of(inputs, self.batch_dim))
+            fingerprint = hashlib.sha256(_text((place, *key[1:])).encode()).hexdigest()
+            self._measuring = (key, MeasuringStep(replace(probe, graph=static), lowered, batch_size, self.uniforms, fingerprint))
         return self._measuring[1]
+
+    def snapshot(self) -> Any:
+        """Generators, and the times by which orders were chosen; see `Stateful`."""
+        return {"uniforms": self.uniforms.snapshot(), "product_times": used_times()}
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`. Steps that were compiled by other times are compiled again."""
+        saved = from_plain(_VariantsState, snapshot, "variants")
+        for times in saved.product_times.values():
+            if not all(math.isfinite(seconds) and seconds > 0 for seconds in times.values()):
+                raise InputError("variants.product_times has a time that is no positive number of seconds.")
+        restore_uniforms = self.uniforms.prepare(saved.uniforms)
+
+        def restore() -> None:
+            restore_uniforms()
+            if adopt_times(saved.product_times):
+                self._steps, self._measuring = BoundedCache(STEP_LIMIT), None
+
+        return restore
 
     def _captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
         dims = batch_dims_of(inputs, self.batch_dim)
@@ -300,6 +334,13 @@ class Variants:
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:
     types = {"cpu", *(t.device.type for t in inputs.tensors)}
     return tuple((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in sorted(types))
+
+
+def _text(value: Any) -> str:
+    """A text that is the same for equal values in every process, as far as theirs is."""
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    return f"({', '.join(map(_text, value))})" if type(value) is tuple else repr(value)
 
 
 def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:

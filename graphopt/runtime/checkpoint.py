@@ -1,0 +1,253 @@
+"""Checkpoints of graphopt's own state: all that influences steps to come and is in neither the model nor PyTorch.
+
+That is the selection and what it was found by, the sampler's ratios, controllers, random generators, projectors, the measured
+times by which orders of products were chosen, and, where it is given, the optimizer's state, that on the host included. Weights
+are the model's (`state_dict`), and the global random state is the caller's.
+
+A state goes on with the passes and the budget that it was saved with: a selection or ratios found under another budget would not
+meet the one that is stated.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphopt
+from graphopt.errors import InputError
+from graphopt.planner.importance import Importance
+from graphopt.planner.plan import Plan
+from graphopt.planner.selection import Selection
+from graphopt.runtime.load_optimizer import load_optimizer
+from graphopt.runtime.plain_values import from_plain, to_plain
+from graphopt.runtime.state_file import read_state, write_state
+from graphopt.runtime.stateful import Stateful
+
+Parts = Mapping[str, Stateful | None]
+"""Everything with a state, by name; None for what this model does without."""
+
+Names = Mapping[int, str]
+"""Names of parameters, and of the variables in place of compressed weights, by `id`."""
+
+
+@dataclass(frozen=True)
+class _PlanState:
+    """Decisions of a `Plan`, and what they were taken for."""
+
+    budget: dict[str, Any]
+    passes: list[dict[str, Any]]
+    train: frozenset[str] | None
+    selection: Selection | None
+    importance: Importance | None
+    imprecise: dict[str, float]
+    ratios: tuple[tuple[str, float], ...]
+    sampled_batch: int
+    mixing: str
+
+
+@dataclass(frozen=True)
+class _OptimizerState:
+    """An optimizer's `state_dict()`.
+
+    Attributes:
+        kind: its type's name.
+        parameters: name and shape of each, by group.
+        state: without what is a part of its own already.
+    """
+
+    kind: str
+    parameters: list[list[tuple[str, tuple[int, ...]]]]
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _State:
+    versions: dict[str, str]
+    parameters: dict[str, tuple[int, ...]]
+    plan: _PlanState
+    parts: dict[str, Any]
+    optimizer: _OptimizerState | None
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    plan: Plan,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer | None,
+    names: Names,
+) -> None:
+    """Write a checkpoint; see `OptimizedModule.save_state`."""
+    held = {name: part.snapshot() for name, part in parts.items() if part is not None}
+    state = _State(
+        versions={"graphopt": graphopt.__version__, "torch": torch.__version__},
+        parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+        plan=_plan_state(plan),
+        parts=held,
+        optimizer=None if optimizer is None else _optimizer_state(optimizer, names),
+    )
+    write_state(path, to_plain(state))
+
+
+def prepare(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    plan: Plan,
+    parts: Parts,
+    optimizer: torch.optim.Optimizer | None,
+    names: Names,
+) -> tuple[Plan, Callable[[], None]]:
+    """Read a checkpoint and check it; see `OptimizedModule.load_state`.
+
+    Returns:
+        The plan that it makes of `plan`, and what puts everything else in force. `optimizer` has been loaded already.
+    """
+    tree = read_state(path)
+    try:
+        saved = from_plain(_State, tree, "the state")
+        _check_model(saved.parameters, {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)})
+        after = _prepared_plan(saved.plan, plan, saved.parameters)
+        living = {name: part for name, part in parts.items() if part is not None}
+        if set(saved.parts) != set(living):
+            different = ", ".join(sorted(set(saved.parts) ^ set(living)))
+            raise InputError(f"only one of the checkpoint and this model has {different}: use the same passes and budget.")
+        steps = [part.prepare(saved.parts[name]) for name, part in living.items()]
+        if optimizer is not None:
+            _load_optimizer(saved, optimizer, names)
+    except InputError as error:
+        raise InputError(f"{path} was not loaded, and nothing was changed: {error}") from error
+
+    def restore() -> None:
+        for step in steps:
+            step()
+
+    return after, restore
+
+
+def _check_model(saved: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
+    if saved == ours:
+        return
+    name = next(n for n in [*ours, *saved] if saved.get(n) != ours.get(n))
+    described = [f"no parameter {name}" if name not in of else f"{name} of shape {of[name]}" for of in (saved, ours)]
+    raise InputError(f"it is the state of another model: that had {described[0]}, and this one has {described[1]}.")
+
+
+def _plan_state(plan: Plan) -> _PlanState:
+    return _PlanState(
+        budget=to_plain(plan.budget),
+        passes=[_described(rewrite) for rewrite in plan.passes],
+        train=plan.train,
+        selection=plan.selection,
+        importance=plan.importance,
+        imprecise=dict(plan.imprecise),
+        ratios=plan.ratios,
+        sampled_batch=plan.sampled_batch,
+        mixing=plan.mixing,
+    )
+
+
+def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any]) -> Plan:
+    """`plan` with the decisions of a checkpoint."""
+    ours = _plan_state(plan)
+    if saved.budget != ours.budget:
+        stated = [", ".join(f"{k}={v}" for k, v in b.items() if v is not None) or "none" for b in (saved.budget, ours.budget)]
+        raise InputError(
+            f"it was saved under another budget ({stated[0]}; this model has {stated[1]}), which its decisions would not meet: "
+            "call optimize() with the budget that it was saved under."
+        )
+    if saved.passes != ours.passes:
+        raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
+    chosen = set() if saved.selection is None else set(saved.selection.names)
+    unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
+    if unknown:
+        raise InputError(f"it trains {unknown[0]}, which the model does not have.")
+    if saved.sampled_batch < 0 or not all(0 < ratio <= 1 for _, ratio in saved.ratios):
+        raise InputError("the state.plan.ratios are not all above 0 and at most 1.")
+    return replace(
+        plan,
+        train=saved.train,
+        selection=saved.selection,
+        importance=saved.importance,
+        imprecise=saved.imprecise,
+        ratios=saved.ratios,
+        sampled_batch=saved.sampled_batch,
+        mixing=saved.mixing,
+    )
+
+
+def _described(rewrite: Any) -> dict[str, Any]:
+    """A pass and its options, as plain values."""
+    options = {f.name: _plain_option(getattr(rewrite, f.name)) for f in fields(rewrite)} if is_dataclass(rewrite) else {}
+    return {"name": rewrite.name, "type": type(rewrite).__name__, "options": options}
+
+
+def _plain_option(value: Any) -> Any:
+    """An option as something to compare; one that is no plain value counts by its type."""
+    plain = to_plain(value)
+    if isinstance(plain, dict):
+        return {str(k): _plain_option(v) for k, v in plain.items()}
+    if isinstance(plain, (list, tuple)):
+        return [_plain_option(v) for v in plain]
+    return plain if isinstance(plain, (bool, int, float, str, type(None))) else f"a {type(plain).__name__}"
+
+
+def _difference(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    """What the passes of a checkpoint and of a model differ in."""
+    names = [[str(p.get("name")) for p in passes] for passes in (saved, ours)]
+    if names[0] != names[1]:
+        theirs, here = (", ".join(n) or "none" for n in names)
+        return f"it was saved with other passes ({theirs}; this model has {here})"
+    for then, now in zip(saved, ours, strict=True):
+        options = then.get("options")
+        for option, value in now["options"].items():
+            if not isinstance(options, dict) or options.get(option) != value:
+                other = options.get(option) if isinstance(options, dict) else None
+                return f"it was saved with another pass {now['name']} ({option}={other!r}; this model has {value!r})"
+    return "it was saved with passes of other types"
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> _OptimizerState:
+    state = {name: value for name, value in optimizer.state_dict().items() if name != "subspaces"}
+    return _OptimizerState(_kind(optimizer), _parameters(optimizer, names), state)
+
+
+def _load_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: Names) -> None:
+    if saved.optimizer is None:
+        raise InputError("it was saved without an optimizer: load it without one, and save with save_state(path, optimizer).")
+    if saved.optimizer.kind != _kind(optimizer):
+        raise InputError(f"it was saved with {saved.optimizer.kind}, and this optimizer is {_kind(optimizer)}.")
+    theirs, ours = saved.optimizer.parameters, _parameters(optimizer, names)
+    if theirs != ours:
+        raise InputError(
+            f"the optimizer steps other parameters, or the same in other groups or another order ({_first(theirs, ours)}): make "
+            "it as it was when the state was saved."
+        )
+    state = dict(saved.optimizer.state)
+    if saved.parts.get("subspaces") is not None and "moments" in state:
+        state["subspaces"] = saved.parts["subspaces"]
+    load_optimizer(optimizer, state)
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    inner = getattr(optimizer, "inner", None)
+    return type(optimizer).__name__ if inner is None else f"{type(optimizer).__name__} of {type(inner).__name__}"
+
+
+def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[list[tuple[str, tuple[int, ...]]]]:
+    return [[(names.get(id(p), ""), tuple(p.shape)) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _first(theirs: list[list[tuple[str, tuple[int, ...]]]], ours: list[list[tuple[str, tuple[int, ...]]]]) -> str:
+    """The first difference, for people."""
+    for i, (one, other) in enumerate(zip(theirs, ours, strict=False)):
+        for a, b in zip(one, other, strict=False):
+            if a != b:
+                return f"group {i}: {a[0] or 'a parameter of its own'} {a[1]}, and here {b[0] or 'a parameter of its own'} {b[1]}"
+        if len(one) != len(other):
+            return f"group {i}: {len(one)} parameters, and here {len(other)}"
+    return f"{len(theirs)} groups, and here {len(ours)}"

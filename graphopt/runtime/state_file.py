@@ -1,0 +1,215 @@
+"""One file for a tree of plain values and tensors: safetensors, with the structure as JSON in its metadata. No pickle.
+
+A file appears at once or not at all: it is written beside its place, flushed to the disk and renamed. A digest of everything that
+it holds is kept in it, so that damage is noticed before anything is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from graphopt.errors import CheckpointError, InputError
+
+FORMAT, VERSION = "graphopt state", 1
+
+MOST_BYTES_OF_STRUCTURE = 90_000_000
+"""Safetensors reads no header of more than 100 MB."""
+
+_TYPES = {
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+}  # fmt: skip
+
+
+def write_state(path: str | os.PathLike[str], tree: Any) -> None:
+    """Write `tree` to `path` in place of what is there.
+
+    A process that is killed meanwhile leaves what was there, and a file `.NAME.*.part` beside it that nothing needs.
+
+    Args:
+        tree: None, booleans, numbers, texts and tensors, in lists, tuples and dicts.
+    Raises:
+        InputError: an entry is something else; names it. Nothing is written then.
+        CheckpointError: the file could not be written; what was there is as it was.
+    """
+    tensors: dict[str, Tensor] = {}
+    structure = json.dumps(_encoded(tree, "", tensors), allow_nan=False)
+    if len(structure) > MOST_BYTES_OF_STRUCTURE:
+        raise InputError(f"the state has {len(structure):,} bytes beside its tensors, more than a safetensors file can hold.")
+    tensors = _apart(tensors)
+    metadata = {"format": FORMAT, "version": str(VERSION), "state": structure, "sha256": _digest(structure, tensors)}
+    target = Path(path).resolve()  # a link stays a link
+    try:
+        with _replacing(target) as beside:
+            save_file(tensors, beside, metadata)
+    except (OSError, SafetensorError, MemoryError) as error:
+        raise CheckpointError(
+            f"the state could not be written to {path}, and what was there is as it was: {error}. Make room there, or save to "
+            "another folder."
+        ) from error
+
+
+def read_state(path: str | os.PathLike[str]) -> Any:
+    """The tree that `write_state` wrote.
+
+    Raises:
+        InputError: there is no such file, or it is damaged, of another kind, or of a newer version.
+    """
+    damaged = f"{path} is damaged or no safetensors file"
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            metadata = file.metadata() or {}
+            structure = _checked_kind(path, metadata)
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  not a mapping
+        if metadata.get("sha256") != _digest(structure, tensors):
+            raise InputError(f"{path} is damaged: its digest is not that of its content. Use an earlier checkpoint.")
+        tree = _decoded(json.loads(structure), tensors)
+    except InputError:
+        raise
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise InputError(f"no state can be read from {path}: {error}. Give a file that save_state() wrote.") from error
+    except (SafetensorError, OSError, ValueError, TypeError, KeyError, RuntimeError, MemoryError) as error:
+        raise InputError(f"{damaged}: {error}. Use an earlier checkpoint.") from error
+    if tensors:
+        raise InputError(f"{damaged}: it holds {next(iter(tensors))!r}, which belongs to nothing. Use an earlier checkpoint.")
+    return tree
+
+
+def _checked_kind(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> str:
+    """The structure of a file of this kind and version."""
+    if metadata.get("format") != FORMAT or "state" not in metadata:
+        raise InputError(
+            f"{path} is a safetensors file of something else (its metadata has no format={FORMAT!r}): give a file that "
+            "save_state() wrote. Model weights are loaded with load_state_dict()."
+        )
+    version = metadata.get("version", "")
+    if version != str(VERSION):
+        newer = version.isdecimal() and len(version) < 10 and int(version) > VERSION
+        why = f"a newer graphopt wrote it; this one reads version {VERSION}. Update graphopt" if newer else "there is none such"
+        raise InputError(f"{path} has version {version[:20]!r}: {why}.")
+    return metadata["state"]
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[Path]:
+    """A new file that takes the place of `target` if all goes well, and is gone if not."""
+    beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
+    try:
+        os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        yield beside
+        _to_disk(beside)
+        os.replace(beside, target)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not every system can flush a folder; the file is in its place
+        _to_disk(target.parent)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:
+    """What JSON can hold; an object with a single key stands for what it cannot, and tensors are put aside."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"number": str(float(value))}
+    if isinstance(value, Tensor):
+        return {"tensor": _put_aside(value, where, tensors)}
+    if isinstance(value, list):
+        return [_encoded(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]
+    if type(value) in (tuple, torch.Size):
+        return {"tuple": [_encoded(item, f"{where}[{i}]", tensors) for i, item in enumerate(value)]}
+    if isinstance(value, dict):
+        pairs = []
+        for key, item in value.items():
+            if not isinstance(key, (str, int, float, tuple, type(None))):
+                raise InputError(
+                    f"{where or 'the state'} has the key {key!r}, which a checkpoint cannot hold: use texts or numbers."
+                )
+            pairs.append([_encoded(key, where, tensors), _encoded(item, f"{where}.{key}" if where else str(key), tensors)])
+        return {"dict": pairs}
+    raise InputError(
+        f"{where or 'the state'} is of type {type(value).__name__}, which a checkpoint cannot hold: it holds tensors, numbers, "
+        "texts, and lists, tuples and dicts of them."
+    )
+
+
+def _put_aside(value: Tensor, where: str, tensors: dict[str, Tensor]) -> str:
+    """The name under which a tensor is kept."""
+    kind = "" if type(value) in (Tensor, nn.Parameter) else f"of type {type(value).__name__}"
+    if value.layout != torch.strided or value.is_quantized or value.dtype not in _TYPES:
+        kind = f"a {value.layout} tensor of {value.dtype}"
+    if value.is_meta:
+        kind = "a tensor without memory (meta)"
+    if kind:
+        raise InputError(f"{where} is {kind}, which a checkpoint cannot hold: it holds dense tensors in memory.")
+    name = f"{len(tensors):06d} {where}".encode("ascii", "backslashreplace").decode()
+    tensors[name] = value.detach()
+    return name
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the CPU, contiguous, no two in the same memory."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        here = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+        place = here.untyped_storage().data_ptr()
+        found[name] = here.clone() if place in seen else here
+        seen.add(place)
+    return found
+
+
+def _digest(structure: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of everything that a file holds."""
+    digest = hashlib.sha256(structure.encode("utf-8", "surrogatepass"))
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(repr((name, str(tensor.dtype), tuple(tensor.shape))).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _decoded(node: Any, tensors: dict[str, Tensor]) -> Any:
+    """The other way round; tensors that are taken are taken out of `tensors`."""
+    if isinstance(node, list):
+        return [_decoded(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if len(node) != 1:
+        raise ValueError(f"an object with the keys {sorted(node)[:3]}")
+    (kind, content), = node.items()  # fmt: skip
+    if kind == "tensor":
+        return tensors.pop(content)
+    if kind == "number" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    if kind == "tuple" and isinstance(content, list):
+        return tuple(_decoded(item, tensors) for item in content)
+    if kind == "dict" and isinstance(content, list):
+        pairs = [(_decoded(key, tensors), _decoded(item, tensors)) for key, item in content]
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError("a key that stands twice")
+        return dict(pairs)
+    raise ValueError(f"an unknown kind of entry, {str(kind)[:20]!r}")
