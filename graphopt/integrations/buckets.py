@@ -27,8 +27,8 @@ def bucketed(collator: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[Seque
     """
     if not hasattr(collator, "pad_to_multiple_of"):
         raise InputError(
-            f"{getattr(collator, '__name__', type(collator).__name__)} has no pad_to_multiple_of, by which batches are padded to given lengths: use one of "
-            "transformers' padding collators, such as DataCollatorWithPadding(tokenizer)."
+            f"{getattr(collator, '__name__', type(collator).__name__)} has no pad_to_multiple_of, by which batches are padded "
+            "to given lengths: use one of transformers' padding collators, such as DataCollatorWithPadding(tokenizer)."
         )
     if not lengths or len(lengths) > CAPTURE_LIMIT or any(not isinstance(n, int) or n < 1 for n in lengths):
         raise InputError(f"lengths={lengths!r} must be 1 to {CAPTURE_LIMIT} positive numbers of tokens.")
