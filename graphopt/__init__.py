@@ -8,6 +8,8 @@ Map of the package: `api` is the pipeline; `capture`, `graph`, `specialise`, `lo
 non-public torch API.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from graphopt import errors, passes
 from graphopt.api import Analysis, analyze, optimize, plan
 from graphopt.budget import Budget
@@ -23,6 +25,9 @@ from graphopt.errors import (
 )
 from graphopt.runtime.controllers import MergeController, SelectionController
 from graphopt.runtime.module import OptimizedModule
+
+if TYPE_CHECKING:
+    from graphopt.integrations.trainer import TrainerCallback as TrainerCallback
 
 __version__ = "0.1.0"
 
@@ -46,3 +51,12 @@ __all__ = [
     "passes",
     "plan",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`TrainerCallback` when first asked for: it needs transformers, which graphopt does not."""
+    if name == "TrainerCallback":
+        from graphopt.integrations.trainer import TrainerCallback
+
+        return TrainerCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

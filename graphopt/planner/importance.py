@@ -54,6 +54,7 @@ def measure_importance(
     Raises:
         ImportanceError: not finite, all zero, or the optimizer cannot be stepped on copies.
     """
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
     with _on_copies(model, parameters.values()) as run:
         output = run(args, kwargs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.budget import Budget
 from graphopt.capture import FlatInputs, as_call
 from graphopt.errors import BudgetError, GraphoptError, ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
@@ -241,6 +242,20 @@ class OptimizedModule(nn.Module):
         if self.__dict__["_profile"] is None:
             self.__dict__["_profile"] = flop_profile(self._graph)
         return self.__dict__["_profile"]
+
+    @property
+    def budget(self) -> Budget:
+        """As given to `optimize`."""
+        return self._plan.budget
+
+    @property
+    def counters(self) -> Counters:
+        """How often the model was captured and a step compiled."""
+        return self._variants.counters
+
+    def is_captured(self, batch: Any) -> bool:
+        """Whether a step of `batch` needs no new capture."""
+        return self._variants.is_captured(*as_call(batch))
 
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Measure importance again and change the selection if that gains enough (GreenTrainer does so every epoch).

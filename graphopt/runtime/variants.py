@@ -209,6 +209,12 @@ class Variants:
         with compat.unobserved():
             return self._captured(inputs, args, kwargs)[1]
 
+    def is_captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether this call needs no new trace."""
+        inputs = flatten_call(args, kwargs)
+        dims = batch_dims_of(inputs, self.batch_dim)
+        return self._find(self._signature(inputs, dims), batch_size_of(inputs, dims)) is not None
+
     def step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CompiledStep, FlatInputs]:
         """The compiled step for this call under `plan`; FLOP counters and the like do not see it made."""
         with compat.unobserved():
@@ -318,10 +324,9 @@ class Variants:
         dims = batch_dims_of(inputs, self.batch_dim)
         batch_size = batch_size_of(inputs, dims)
         signature = self._signature(inputs, dims)
-        for place in (signature, (signature, batch_size)):
-            graph = self._captures.get(place)
-            if graph is not None and (batch_size is None or graph.accepts(batch_size)):
-                return place, graph
+        found = self._find(signature, batch_size)
+        if found is not None:
+            return found
         start = time.perf_counter()
         graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.straight_line)
         self.counters.captures += 1
@@ -331,6 +336,13 @@ class Variants:
         shared = graph.symbolic and self._captures.get(signature) is None
         place = signature if shared else (signature, batch_size)
         return place, self._captures.put(place, graph)
+
+    def _find(self, signature: Any, batch_size: int | None) -> tuple[Any, TrainingGraph] | None:
+        for place in (signature, (signature, batch_size)):
+            graph = self._captures.get(place)
+            if graph is not None and (batch_size is None or graph.accepts(batch_size)):
+                return place, graph
+        return None
 
     def _compile(self, graph: TrainingGraph, plan: Plan, batch_size: int, backend: Backend) -> CompiledStep:
         start = time.perf_counter()

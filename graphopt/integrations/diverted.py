@@ -1,0 +1,102 @@
+"""A model's `forward` that can be diverted for as long as training lasts.
+
+Training loops own the call `model(**batch)`, and wrap `model.forward` (accelerate enters autocast there). A diverted forward is
+an attribute of the one model, below such wrappers if it comes first, with the signature of the original.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Computes a training step, given the original forward and the arguments of the call."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class Diverted:
+    """The forward of `model`: the original one, but for training steps while there is a `run`.
+
+    Attributes:
+        original: the forward as it was.
+        run: computes training steps (training mode, gradients enabled); None: the original does.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Install it; `Diverted.of` also finds one that is installed already."""
+        self.model = model
+        self.original = model.forward
+        self.run: Run | None = None
+        self._before = model.__dict__.get("forward")
+        self._inside = False
+        diversion = self
+
+        function = getattr(self.original, "__func__", None) or type(model).forward
+
+        @functools.wraps(function)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is diversion.model:
+                return diversion._call(args, kwargs)
+            return MethodType(function, module)(*args, **kwargs)  # a deep copy of the model
+
+        forward.__dict__["diverted"] = self
+        self._installed = MethodType(forward, model)
+        model.__dict__["forward"] = self._installed
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Diverted:
+        """The diversion of `model`, looked for below wrappers of its forward, or else a new one."""
+        function: Any = model.forward
+        while function is not None:
+            function = getattr(function, "__func__", function)
+            found = function.__dict__.get("diverted")
+            if isinstance(found, cls) and found.model is model:
+                return found
+            function = getattr(function, "__wrapped__", None)
+        return cls(model)
+
+    @property
+    def outermost(self) -> bool:
+        """Whether nothing was wrapped around it."""
+        return self.model.__dict__.get("forward") is self._installed
+
+    def remove(self) -> None:
+        """Have the original compute everything; the model is as before where nothing was wrapped around it."""
+        self.run = None
+        if self.outermost:
+            del self.model.__dict__["forward"]
+            if self._before is not None:
+                self.model.__dict__["forward"] = self._before
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The model with its original forward and without hooks of its own, which the call that is under way has run."""
+        attributes = self.model.__dict__
+        outside = attributes.pop("forward", None)
+        hooks = {name: attributes[name] for name in _HOOKS if name in attributes}
+        attributes.update({name: OrderedDict() for name in hooks})
+        if self._before is not None:
+            attributes["forward"] = self._before
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
+            attributes.update(hooks)
+            attributes.pop("forward", None)
+            if outside is not None:
+                attributes["forward"] = outside
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.run is None or self._inside or not (self.model.training and torch.is_grad_enabled()):
+            return self.original(*args, **kwargs)
+        with self.set_aside():
+            return self.run(self.original, args, kwargs)

@@ -1,0 +1,236 @@
+"""`transformers.Trainer(..., callbacks=[graphopt.TrainerCallback(graphopt.Budget(flops=0.5))])`.
+
+The Trainer goes on calling its model; while it trains, the model's `forward` is diverted to the optimised one, below the
+autocast wrapper of accelerate. Everything else is what the Trainer tells its callbacks.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.trainer_callback import CallbackHandler
+
+from graphopt.api import optimize
+from graphopt.budget import Budget
+from graphopt.capture import BatchDim
+from graphopt.errors import GraphoptError, InputError, PassError
+from graphopt.integrations.buckets import bucketed
+from graphopt.integrations.diverted import Diverted
+from graphopt.integrations.training_steps import TrainingSteps
+from graphopt.lower import Backend, check_backend
+from graphopt.passes import Lsp, Pass
+from graphopt.planner.plan import resolve_passes
+from graphopt.runtime.module import OptimizedModule
+
+__all__ = ["STATE_FILE", "TrainerCallback", "bucketed"]
+
+STATE_FILE = "graphopt.safetensors"
+"""In every checkpoint of the Trainer."""
+
+_COMPRESSES = (
+    "gradients are compressed by this plan, which the Trainer's own optimizer does not see. Make both first: "
+    "opt = graphopt.optimize(model, batch, passes=['lsp']), then Trainer(model, ..., callbacks=[graphopt.TrainerCallback(opt)], "
+    "optimizers=(opt.make_optimizer(torch.optim.AdamW, lr=...), None))."
+)
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """Trains a `transformers.Trainer`'s model under a budget.
+
+    The first training batch makes the plan. Tensors are selected anew every epoch and sampling ratios adapt; evaluation runs
+    the model as it is; figures go to the Trainer's log as `graphopt/...`; the plan is in every checkpoint and resumed from
+    it. What cannot be captured or compiled is computed as without graphopt, with a warning. An optimizer step whose loss is NaN
+    or infinite is not taken. After training the model's `forward` is its own again; if training ends by an exception, at the
+    next `train()` or `detach()`.
+
+    Example:
+        trainer = transformers.Trainer(model, args, ..., callbacks=[graphopt.TrainerCallback(graphopt.Budget(flops=0.5))])
+        trainer.train()
+    """
+
+    def __init__(
+        self,
+        budget: Budget | float | OptimizedModule | None = None,
+        passes: str | Sequence[str | Pass] = "auto",
+        backend: Backend = "inductor",
+        *,
+        reselect_every: int | None = None,
+        batch_dim: BatchDim = 0,
+    ) -> None:
+        """Set up a callback.
+
+        Args:
+            budget: as for `optimize`; or a model that `optimize` returned for the Trainer's, in place of all other arguments.
+            passes, backend, batch_dim: as for `optimize`.
+            reselect_every: optimizer steps between selections; by default an epoch's.
+        Raises:
+            BudgetError, InputError, PassError: as `optimize`; lsp is only possible with a model from `optimize`.
+        """
+        self.given = budget if isinstance(budget, OptimizedModule) else None
+        self.budget = Budget() if isinstance(budget, OptimizedModule) else Budget.of(budget)
+        self.passes, self.backend, self.batch_dim = passes, backend, batch_dim
+        if reselect_every is not None and reselect_every < 1:
+            raise InputError(f"reselect_every={reselect_every} must be at least 1 optimizer step.")
+        check_backend(backend)
+        if self.given is None and any(isinstance(p, Lsp) for p in resolve_passes(passes, self.budget)):
+            raise PassError(_COMPRESSES)
+        self.reselect_every = reselect_every
+        self._diverted: Diverted | None = None
+        self._steps: TrainingSteps | None = None
+
+    @property
+    def opt(self) -> OptimizedModule | None:
+        """The optimised model, for `.report` and `.dump`; None before the first training batch."""
+        return None if self._steps is None else self._steps.opt
+
+    def detach(self) -> None:
+        """Give the model its own `forward` back."""
+        if self._diverted is not None:
+            self._diverted.remove()
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Divert the model's forward before accelerate wraps it; until training begins it is still the model's own."""
+        _refuse_unsupported(args)
+        _ahead_of_reports(self)
+        self._divert(kwargs["model"])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the optimised model to work, with the first batch; resume its plan where training is resumed."""
+        _refuse_unsupported(args)
+        _ahead_of_reports(self)
+        diverted = self._divert(kwargs["model"])
+        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        if self.given is not None and self.given.subspaces is not None and args.max_grad_norm:
+            raise InputError(
+                "the Trainer clips the gradients of model.parameters(), and compressed ones are not among them: set "
+                "max_grad_norm=0."
+            )
+        every = None
+        if (self.budget if self.given is None else self.given.budget).flops is not None:
+            every = self.reselect_every or _steps_per_epoch(args, kwargs.get("train_dataloader"))
+        resumed = _checkpoint(args, state) if state.global_step > 0 else None
+
+        def make(batch: Any) -> Any:
+            opt = self.given
+            if opt is None:
+                opt = optimize(
+                    diverted.model, batch, self.budget, self.passes, self.backend, optimizer=optimizer, batch_dim=self.batch_dim
+                )
+                if isinstance(opt, OptimizedModule) and opt.subspaces is not None:
+                    raise PassError(_COMPRESSES)
+            if resumed is not None and isinstance(opt, OptimizedModule):
+                _resume(opt, resumed, steps)
+            return opt
+
+        steps = TrainingSteps(diverted, make, optimizer, every)
+        if steps.due is not None:
+            steps.due.steps = state.global_step
+        self._steps, diverted.run = steps, steps
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave out a step whose loss is not finite: it would make every weight NaN."""
+        if self._steps is None or getattr(kwargs["optimizer"], "scaler", None) is not None:  # a GradScaler sees to it
+            return
+        if not self._steps.losses_finite():
+            kwargs["optimizer"].zero_grad()
+            self._steps.savings.skipped += 1
+            self._steps.warn("a loss was NaN or infinite: its gradients are dropped and the step is not taken")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Select anew and adapt sampling, where it is time."""
+        if self._steps is None:
+            return
+        if self.opt is not None and self.opt.subspaces is not None:
+            self.opt.zero_grad()  # the Trainer clears only what model.parameters() has
+        self._steps.after_step(last=state.global_step >= state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add figures to what is logged about training."""
+        if self._steps is None or logs is None or not {"loss", "train_loss"} & set(logs):
+            return
+        logs.update(self._steps.numbers())
+        if state.log_history:  # holds a copy that was made just before
+            state.log_history[-1].update(self._steps.numbers())
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Put the plan into the checkpoint that the Trainer has just written."""
+        if self.opt is None or self._steps is None or not state.is_world_process_zero:
+            return
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        try:
+            if not folder.is_dir():
+                raise FileNotFoundError(f"there is no folder {folder}")
+            self.opt.save_state(folder / STATE_FILE, optimizer=None)
+        except (OSError, GraphoptError) as error:
+            self._steps.warn(f"the plan is not in the checkpoint, training goes on: {error}", "save")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the model its own forward back."""
+        self.detach()
+
+    def _divert(self, model: nn.Module) -> Diverted:
+        if self.given is not None and self.given._modules is not model._modules:  # it shares them with its model
+            raise InputError("TrainerCallback(opt): `opt` was made from another model than the Trainer's.")
+        if self._diverted is None or self._diverted.model is not model or not self._diverted.outermost:
+            self.detach()
+            self._diverted = Diverted.of(model)
+        return self._diverted
+
+
+def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:
+    try:
+        opt.load_state(path)
+    except (OSError, GraphoptError) as error:
+        steps.warn(f"the plan of the checkpoint is not resumed, a new one was made: {error}", "resume")
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    """The plan's file in the checkpoint that training resumes from."""
+    named = args.resume_from_checkpoint
+    folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
+    if isinstance(named, str) and Path(named).is_dir():
+        folders.insert(0, Path(named))
+    return next((f / STATE_FILE for f in folders if (f / STATE_FILE).exists()), folders[-1] / STATE_FILE)
+
+
+def _steps_per_epoch(args: Any, loader: Any) -> int | None:
+    """Optimizer steps of an epoch; None where the data has no length."""
+    try:
+        batches = len(loader) if isinstance(loader, Sized) else 0
+    except TypeError:  # of an iterable data set
+        batches = 0
+    return math.ceil(batches / args.gradient_accumulation_steps) or None
+
+
+def _refuse_unsupported(args: Any) -> None:
+    """One device and one compiler: every rank would choose its own tensors, and two compilers would get in each other's way."""
+    if args.torch_compile:
+        raise InputError("torch_compile=True: graphopt compiles the training step itself. Leave torch_compile out.")
+    if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
+        raise InputError(
+            "graphopt.TrainerCallback trains on one device in this version, without DataParallel, DistributedDataParallel, "
+            "FSDP or DeepSpeed. Start one process that sees one device (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+def _ahead_of_reports(callback: TrainerCallback) -> None:
+    """Move `callback` before those that write logs, which the Trainer puts first; what it adds to a log would miss them.
+
+    A callback is not told who calls it, so the handler is looked for among the callers.
+    """
+    frame = sys._getframe(1)
+    for _ in range(4):
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler):
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back

@@ -1,0 +1,265 @@
+"""Training steps inside somebody else's loop: optimised where that works, the model's own where not.
+
+An optimisation must never end a training run. Whatever fails to be captured, compiled or run is computed by the original
+forward, with one warning; errors in what the user asked for are raised at the first step, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphopt.capture import as_call
+from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
+from graphopt.integrations.diverted import Diverted
+from graphopt.passes.vcas import ROWS, Vcas
+from graphopt.runtime.controllers import Every
+from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.variants import CAPTURE_LIMIT
+
+ATTEMPTS = 3
+"""How many kinds of batches may fail before everything is left to the original forward."""
+
+logger = logging.getLogger("graphopt")
+
+
+class Numbers:
+    """Python numbers among a call's arguments, as tensors once they vary.
+
+    A number is a constant of the captured graph, so that one that changes, like a count of tokens, would need a new capture
+    with every value.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, int | float] = {}
+        self._varying: set[str] = set()
+
+    def as_tensors(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """`kwargs` with 0-dimensional tensors in place of the numbers that were different before."""
+        result = dict(kwargs)
+        for name, value in kwargs.items():
+            if type(value) not in (int, float):
+                continue
+            if self._seen.setdefault(name, value) != value:
+                self._varying.add(name)
+            if name in self._varying:
+                result[name] = torch.tensor(value)
+        return result
+
+
+@dataclass
+class Savings:
+    """FLOPs so far, in steps of full training.
+
+    Attributes:
+        steps: forward passes in training, with their backward.
+        spent: what they cost.
+        last: what the last one cost.
+        overhead: importance measurements, and calibrations of a sampler.
+        original: forward passes computed by the original forward.
+        skipped: optimizer steps that were not taken because a loss was not finite.
+    """
+
+    steps: int = 0
+    spent: float = 0.0
+    last: float = 1.0
+    overhead: float = 0.0
+    original: int = 0
+    skipped: int = 0
+
+    @property
+    def saved(self) -> float:
+        """Part of full training's FLOPs that was saved."""
+        return 1 - (self.spent + self.overhead) / self.steps if self.steps else 0.0
+
+
+class TrainingSteps:
+    """Computes the training steps of a diverted model.
+
+    Attributes:
+        opt: the optimised model; None before the first step, or where it cannot be made.
+        savings: see `Savings`.
+    """
+
+    def __init__(
+        self,
+        diverted: Diverted,
+        make: Callable[[Any], Any],
+        optimizer: torch.optim.Optimizer | None,
+        reselect_every: int | None,
+    ) -> None:
+        """Set up; `diverted.run = steps` puts it to work.
+
+        Args:
+            make: from the first batch to the `OptimizedModule`.
+            optimizer: rates tensors when they are selected anew.
+            reselect_every: optimizer steps between selections; None: never.
+        """
+        self.opt: OptimizedModule | None = None
+        self.savings = Savings()
+        self.optimizer = optimizer
+        self.due = None if reselect_every is None else Every(reselect_every)
+        self._diverted = diverted
+        self._make = make
+        self._numbers = Numbers()
+        self._batch: Any = None
+        self._autocast: list[tuple[str, torch.dtype, bool]] = []
+        self._failed: set[Any] = set()
+        self._warned: set[str] = set()
+        self._losses: list[Tensor] = []
+        self._gave_up = False
+
+    def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a step: the output of the model, with a backward."""
+        batch = _as_batch(original, args, self._numbers.as_tensors(kwargs))
+        output = self._optimised(batch)
+        self.savings.steps += 1
+        if output is None:
+            self.savings.last = 1.0
+            self.savings.original += 1
+            output = (original(*args, **kwargs),)
+        self.savings.spent += self.savings.last
+        self._losses += [loss.detach()] if (loss := _own_loss(output[0])) is not None else []
+        return output[0]
+
+    def _optimised(self, batch: Any) -> tuple[Any] | None:
+        """The output of an optimised step; None where the original forward has to compute it."""
+        kind = _kind(batch)
+        if self._gave_up or kind in self._failed:
+            return None
+        opt = self.opt
+        if opt is None:
+            opt = self._first(batch, kind)
+        if opt is None:
+            return None
+        if opt.counters.captures >= CAPTURE_LIMIT and not opt.is_captured(batch):
+            self.warn(
+                f"the model was captured {CAPTURE_LIMIT} times, for as many shapes of batches; further shapes are computed "
+                "uncompiled. Pad to fewer lengths: graphopt.integrations.trainer.bucketed(collator)."
+            )
+            return None
+        args, kwargs = as_call(batch)
+        try:
+            output = opt(*args, **kwargs)
+        except Exception as error:
+            self._fail(kind, error)
+            return None
+        self._batch, self._autocast = batch, _autocast(batch)
+        reports = opt.last_step.reports if opt.last_step is not None else ()
+        self.savings.last = reports[-1].step_flops_after / reports[0].step_flops_before if reports else 1.0
+        return (output,)
+
+    def _first(self, batch: Any, kind: Any) -> OptimizedModule | None:
+        """Make the optimised model from the first batch; failures are tried again with other batches."""
+        try:
+            opt = self._make(batch)
+        except (BudgetError, InputError, PassError):
+            raise  # what the user asked for, not the optimisation
+        except Exception as error:
+            self._fail(None if isinstance(error, ImportanceError) else kind, error)
+            return None
+        if not isinstance(opt, OptimizedModule):  # graphopt is switched off
+            self._gave_up = True
+            return None
+        if opt.budget.flops is not None:
+            self.savings.overhead += 1.0
+        self.opt = opt
+        return opt
+
+    def _fail(self, kind: Any, error: Exception) -> None:
+        self._failed.add(kind if kind is not None else len(self._failed))
+        self._gave_up = len(self._failed) >= ATTEMPTS
+        scope = "the rest of the training is" if self._gave_up else "such batches are"
+        self.warn(f"a training step could not be optimised, and {scope} computed as without graphopt: {error}", type(error))
+
+    def warn(self, message: str, key: Any = None) -> None:
+        """Warn, once for every `key` (by default, for every message)."""
+        if (key or message) not in self._warned:
+            self._warned.add(key or message)
+            logger.warning("%s", message)
+
+    def losses_finite(self) -> bool:
+        """Whether every loss since the last call was finite; of models that return none, always."""
+        losses, self._losses = self._losses, []
+        return all(bool(torch.isfinite(loss).all()) for loss in losses)
+
+    def after_step(self, last: bool = False) -> None:
+        """Let controllers adapt after an optimizer step.
+
+        Args:
+            last: of the training, after which nothing is selected anew.
+        """
+        reselect = self.due is not None and self.due.after_step() and not last
+        if self.opt is None or self._batch is None or self._gave_up:
+            return
+        try:
+            with self.as_in_training():
+                if reselect:
+                    self.opt.reselect(self._batch, self.optimizer)
+                    self.savings.overhead += 1.0
+                if self.opt.controller is not None:
+                    before = self.opt.controller.counts.calibrating
+                    self.opt.controller.after_step(self._batch)
+                    self.savings.overhead += self.opt.controller.counts.calibrating - before
+        except Exception as error:
+            self.warn(f"the plan could not be adapted and stays as it is: {error}", type(error))
+
+    @contextlib.contextmanager
+    def as_in_training(self) -> Iterator[None]:
+        """The model and the autocast state as they were in the last training step."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._diverted.set_aside())
+            for device, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
+
+    def numbers(self) -> dict[str, float]:
+        """What happened so far, for logs."""
+        found = {
+            "graphopt/flops_ratio": self.savings.last,
+            "graphopt/flops_saved": self.savings.saved,
+            "graphopt/original_steps": float(self.savings.original),
+            "graphopt/skipped_steps": float(self.savings.skipped),
+        }
+        if self.opt is not None:
+            found["graphopt/trained_tensors"] = float(len(self.opt.selected))
+            found["graphopt/captures"] = float(self.opt.counters.captures)
+            found["graphopt/compilations"] = float(self.opt.counters.compilations)
+            reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
+            if self.opt.controller is not None and any(r.name == Vcas.name for r in reports):
+                rows = [ratio for name, ratio in self.opt.sample_ratios if name.startswith(ROWS)]
+                found["graphopt/keep_rows"] = min(rows, default=1.0)
+        return found
+
+
+def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call's arguments as `optimize` and controllers take them: a tuple or a dict."""
+    if not kwargs:
+        return args
+    return {**dict(zip(inspect.signature(original).parameters, args, strict=False)), **kwargs}
+
+
+def _kind(batch: Any) -> Any:
+    """What a compiled step depends on, as far as the batch goes."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return str(spec), tuple((t.dtype, t.shape) if isinstance(t, Tensor) else str(t) for t in leaves)
+
+
+def _autocast(batch: Any) -> list[tuple[str, torch.dtype, bool]]:
+    kinds = {"cpu", *(t.device.type for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))}
+    return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
+
+
+def _own_loss(output: Any) -> Tensor | None:
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    return found if isinstance(found, Tensor) and found.numel() == 1 else None

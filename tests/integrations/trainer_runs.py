@@ -1,0 +1,143 @@
+"""Tiny models and data for `transformers.Trainer`, and a run of it; as a program, one that is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import graphopt
+
+Row = dict[str, Tensor]
+
+
+class Classifier(nn.Module):
+    """Four linear layers with dropout; returns what a Trainer expects."""
+
+    def __init__(self, width: int = 16, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5 if i == 0 else width, width) for i in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = self.dropout(torch.relu(layer(x)))
+        logits = self.head(x)
+        return (
+            {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits} if labels is not None else {"logits": logits}
+        )
+
+
+def classifier(**options: Any) -> Classifier:
+    torch.manual_seed(0)
+    return Classifier(**options)
+
+
+def points(count: int = 14) -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(count, 5, generator=generator)
+    return [{"x": row, "labels": (row.sum() > 0).long() + (row[0] > 1).long()} for row in x]
+
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def sentences(count: int, length: int = 8, causal: bool = False) -> list[Row]:
+    """Token ids with a column that no model takes; of causal models' labels another number counts in every row."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(3, 50, (length,), generator=generator)
+        labels = ids % 2
+        if causal:
+            labels = torch.where(torch.arange(length) < i % 5, -100, ids)
+        rows.append({"input_ids": ids, "labels": labels if causal else labels[0], "unused": torch.tensor(i)})
+    return rows
+
+
+def trainer(
+    model: nn.Module | None, rows: Sequence[Row], folder: Path, callbacks: Sequence[Any] = (), **options: Any
+) -> transformers.Trainer:
+    """A Trainer for two epochs of batches of 4 on the CPU."""
+    further = {k: options.pop(k) for k in ("optimizers", "model_init", "data_collator") if k in options}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        **{
+            "use_cpu": True,
+            "per_device_train_batch_size": 4,
+            "num_train_epochs": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            **options,
+        },
+    )
+    return transformers.Trainer(
+        model, arguments, train_dataset=list(rows), eval_dataset=list(rows[:6]), callbacks=list(callbacks), **further
+    )
+
+
+def callback(budget: Any = None, **options: Any) -> Any:
+    return graphopt.TrainerCallback(budget, **{"backend": "aot_eager", **options})
+
+
+class KilledAt(transformers.TrainerCallback):
+    """Kills its process in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+RESUMED = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 3}
+"""Options of the run that is killed and resumed: 12 steps."""
+
+
+if __name__ == "__main__":
+    trainer(classifier(), points(), Path(sys.argv[1]), [callback(0.7), KilledAt(7)], **RESUMED).train()
