@@ -459,11 +459,6 @@ class OptimizedModule(nn.Module):
         )
 
     @property
-    def counters(self) -> Counters:
-        """How often the model was captured and a step compiled, and how long that took."""
-        return self._variants.counters
-
-    @property
     def last_step(self) -> CompiledStep | None:
         """The compiled step that ran last; None before the first."""
         return self._last_step
