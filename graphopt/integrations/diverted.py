@@ -57,7 +57,7 @@ class Diverted:
         function: Any = model.forward
         while function is not None:
             function = getattr(function, "__func__", function)
-            found = function.__dict__.get("diverted")
+            found = getattr(function, "__dict__", {}).get("diverted")
             if isinstance(found, cls) and found.model is model:
                 return found
             function = getattr(function, "__wrapped__", None)

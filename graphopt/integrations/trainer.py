@@ -46,8 +46,10 @@ class TrainerCallback(transformers.TrainerCallback):
     The first training batch makes the plan. Tensors are selected anew every epoch and sampling ratios adapt; evaluation runs
     the model as it is; figures go to the Trainer's log as `graphopt/...`; the plan is in every checkpoint and resumed from
     it. What cannot be captured or compiled is computed as without graphopt, with a warning. An optimizer step whose loss is NaN
-    or infinite is not taken. After training the model's `forward` is its own again; if training ends by an exception, at the
-    next `train()` or `detach()`.
+    or infinite is not taken. Where the Trainer computes the loss outside the model (label smoothing, `compute_loss_func`),
+    tensors are rated by the sensitivity of the outputs.
+
+    After training the model's `forward` is its own again; if training ends by an exception, at the next `train()` or `detach()`.
 
     Example:
         trainer = transformers.Trainer(model, args, ..., callbacks=[graphopt.TrainerCallback(graphopt.Budget(flops=0.5))])
@@ -128,9 +130,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 _resume(opt, resumed, steps)
             return opt
 
-        steps = TrainingSteps(diverted, make, optimizer, every)
-        if steps.due is not None:
-            steps.due.steps = state.global_step
+        steps = TrainingSteps(diverted, make, optimizer, every, state.global_step)
         self._steps, diverted.run = steps, steps
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

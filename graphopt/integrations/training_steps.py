@@ -28,6 +28,9 @@ from graphopt.runtime.variants import CAPTURE_LIMIT
 ATTEMPTS = 3
 """How many kinds of batches may fail before everything is left to the original forward."""
 
+MERGES_EVERY = 100
+"""Optimizer steps between looks whether adapters in half precision have grown enough to be merged."""
+
 logger = logging.getLogger("graphopt")
 
 
@@ -95,6 +98,7 @@ class TrainingSteps:
         make: Callable[[Any], Any],
         optimizer: torch.optim.Optimizer | None,
         reselect_every: int | None,
+        done: int = 0,
     ) -> None:
         """Set up; `diverted.run = steps` puts it to work.
 
@@ -102,11 +106,13 @@ class TrainingSteps:
             make: from the first batch to the `OptimizedModule`.
             optimizer: rates tensors when they are selected anew.
             reselect_every: optimizer steps between selections; None: never.
+            done: optimizer steps before these, of a run that is resumed.
         """
         self.opt: OptimizedModule | None = None
         self.savings = Savings()
         self.optimizer = optimizer
         self.due = None if reselect_every is None else Every(reselect_every)
+        self.merges_due = Every(MERGES_EVERY)
         self._diverted = diverted
         self._make = make
         self._numbers = Numbers()
@@ -116,6 +122,9 @@ class TrainingSteps:
         self._warned: set[str] = set()
         self._losses: list[Tensor] = []
         self._gave_up = False
+        for due in (self.due, self.merges_due):
+            if due is not None:
+                due.steps = done
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a step: the output of the model, with a backward."""
@@ -178,7 +187,7 @@ class TrainingSteps:
         self._failed.add(kind if kind is not None else len(self._failed))
         self._gave_up = len(self._failed) >= ATTEMPTS
         scope = "the rest of the training is" if self._gave_up else "such batches are"
-        self.warn(f"a training step could not be optimised, and {scope} computed as without graphopt: {error}", type(error))
+        self.warn(f"a training step could not be optimised, and {scope} computed as without graphopt: {error}", scope)
 
     def warn(self, message: str, key: Any = None) -> None:
         """Warn, once for every `key` (by default, for every message)."""
@@ -198,6 +207,7 @@ class TrainingSteps:
             last: of the training, after which nothing is selected anew.
         """
         reselect = self.due is not None and self.due.after_step() and not last
+        merges = self.merges_due.after_step()
         if self.opt is None or self._batch is None or self._gave_up:
             return
         try:
@@ -205,6 +215,8 @@ class TrainingSteps:
                 if reselect:
                     self.opt.reselect(self._batch, self.optimizer)
                     self.savings.overhead += 1.0
+                if merges:
+                    self.opt.recheck_merges()
                 if self.opt.controller is not None:
                     before = self.opt.controller.counts.calibrating
                     self.opt.controller.after_step(self._batch)

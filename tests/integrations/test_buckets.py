@@ -7,24 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
     default_data_collator,
 )
 
 from graphopt.errors import InputError
 from graphopt.integrations.trainer import bucketed
-
-
-def tokenizer(**options: Any) -> PreTrainedTokenizerFast:
-    words = Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1, "a": 2}, unk_token="a"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]", **options)
+from tests.integrations.trainer_runs import tokenizer
 
 
 def features(*lengths: int, labels: bool = False) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 import graphopt
@@ -81,6 +83,11 @@ def llama() -> nn.Module:
         max_position_embeddings=64,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def tokenizer(**options: Any) -> transformers.PreTrainedTokenizerFast:
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[MASK]": 1, "a": 2}, unk_token="a"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]", **options)
 
 
 def sentences(count: int, length: int = 8, causal: bool = False) -> list[Row]:
