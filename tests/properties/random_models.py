@@ -47,7 +47,7 @@ class Network(nn.Module):
         self.per_token = self.head.out_features == VOCABULARY and self.head.in_features == self.body.out[-1]
         self.per_token = self.per_token and len(self.body.out) == 2 and self.kind == "tokens"
         self.objective = c.of(["cross entropy", "mse", "sum"])
-        self.output = c.of(["loss", "tuple", "dict", "nested", "aliases", "two losses"])
+        self.output = c.of(["loss", "tuple", "dict", "nested", "aliases", "loss", "dict", "tuple", "nested", "two losses"])
         self.input_gradient = self.kind != "tokens" and c.rarely(6)
         self.strided = c.rarely(6)
         self.changed = self.kind != "tokens" and not self.input_gradient and c.rarely(10)
