@@ -11,7 +11,7 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, Preserves, RunLora, Vcas, in_order, run_pass
+from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, Preserves, Recompute, RunLora, Vcas, in_order, run_pass
 from graphopt.passes.vcas import ROWS, TOKENS
 from torch import Tensor, nn
 
@@ -116,7 +116,8 @@ def assert_peak_is_foretold(check: PassCheck) -> None:
 
 
 def test_the_matrix_is_complete() -> None:
-    assert set(MATRIX) == {c for size in range(1, 5) for c in itertools.combinations(BY_NAME, size)}
+    names = [name for name in BY_NAME if name != "recompute"]  # which marks the forward; see the last test
+    assert set(MATRIX) == {c for size in range(1, 5) for c in itertools.combinations(names, size)}
 
 
 @pytest.mark.parametrize("combination", MATRIX, ids="+".join)
@@ -358,3 +359,17 @@ def test_every_order_of_compression_sums_over_the_rows_that_are_left(order: str)
     rewrite = Lsp(subspace=3, nonzeros=2, order=order)
     passes: list[tuple[Pass, Any]] = [PASSES["vcas"], (rewrite, all_sites(rewrite))]
     check_passes(passes, model, inputs, dtypes=[torch.float64], draws=DRAWS)
+
+
+@pytest.mark.parametrize("name", ["bert", "lora"])
+def test_all_passes_keep_their_contracts_on_a_forward_that_is_computed_again(name: str) -> None:
+    others = [n for n in PASSES if n != "runlora" or name == "lora"]
+    model, inputs = made(name)
+    sequence = [(Recompute(), all_sites(Recompute())), *(PASSES[n] for n in others)]
+    (check,) = check_passes(
+        sequence, model, inputs, dtypes=[torch.float64], captured={torch.float64: captured(name, torch.float64)}, draws=DRAWS
+    )
+    assert check.preserves == {UNBIASED, PROJECTED}
+    assert all(report.changes.changed for report in check.reports)
+    assert check.reports[0].saved_bytes_after < check.reports[0].saved_bytes_before
+    assert check.counted_flops == check.report.step_flops_after == flop_profile(check.graph).step
