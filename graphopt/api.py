@@ -183,7 +183,8 @@ def check_sampling(plan: Plan, graph: TrainingGraph, reason: str) -> Plan:
     for rewrite in plan.passes:
         if isinstance(rewrite, Vcas) and not rewrite.adaptive:
             if reason:
-                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. Remove the vcas pass.")
+                remedy = "Pass an example of at least 2 samples" if graph.batch_size == 1 else "Remove the vcas pass"
+                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
             rewrite.ratios(plan.before_sampling().rewrite(graph)[0])
     return replace(plan, mixing=reason)
 

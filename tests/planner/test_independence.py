@@ -179,6 +179,12 @@ def test_the_verdict_is_renewed_when_the_model_changes(monkeypatch: pytest.Monke
         torch.testing.assert_close(a, b.grad)
 
 
+def test_an_example_of_one_sample_is_refused_with_what_to_do() -> None:
+    x, y = batch()
+    with pytest.raises(PassError, match="a batch of 1. Pass an example of at least 2 samples"):
+        graphopt.optimize(Net(), (x[:1], y[:1]), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
+
+
 def test_passes_that_do_not_go_together_are_refused() -> None:
     model, inputs = Net(), batch()
     with pytest.raises(PassError, match="more than once"):

@@ -24,6 +24,7 @@ class Network(nn.Module):
         output: what is returned; `loss_of` finds what is differentiated.
         input_gradient, strided, changed: whether x requires a gradient, its batch is the last dimension in memory, and it is
             changed in place.
+        sizes: of the batches that it is to be tried with; the first is the example.
     """
 
     def __init__(self, c: Choices) -> None:
@@ -51,6 +52,7 @@ class Network(nn.Module):
         self.input_gradient = self.kind != "tokens" and c.rarely(6)
         self.strided = c.rarely(6)
         self.changed = self.kind != "tokens" and not self.input_gradient and c.rarely(10)
+        self.sizes = tuple(c.of([4, 2, 3, 5, 6, 2, 3, 4, 5, 6, 4, 1]) for _ in range(2))
         if c.rarely(4):
             self.unused = nn.Linear(2, 2)
         parameters = list(self.parameters())
@@ -61,7 +63,7 @@ class Network(nn.Module):
     def extra_repr(self) -> str:
         frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
         inputs = f"{self.kind} {self.shape}, input_gradient={self.input_gradient}, strided={self.strided}, changed={self.changed}"
-        return f"{inputs}, {self.objective}, returns {self.output}; frozen {frozen}"
+        return f"{inputs}, batches {self.sizes}, {self.objective}, returns {self.output}; frozen {frozen}"
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         if self.changed:

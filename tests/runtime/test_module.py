@@ -3,11 +3,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphopt.passes import GreenTrainer
+from graphopt.passes import GreenTrainer, Lsp
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt import PassError
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from graphopt.analysis.flops import flop_profile
 from graphopt.runtime.variants import CAPTURE_LIMIT, STEP_LIMIT, BoundedCache
 from tests import zoo
 
@@ -54,6 +57,19 @@ def test_new_batch_is_no_new_trace_and_new_length_is_one() -> None:
     zoo.call(opt, zoo.rows(inputs, 1))
     zoo.call(opt, zoo.rows(inputs, 1))
     assert (counters.captures, counters.compilations) == (3, 5)
+
+
+def test_a_flop_counter_around_a_call_that_compiles_counts_the_step_alone() -> None:
+    model, inputs = zoo.make("mlp", batch=4)
+    opt = graphopt.optimize(model, inputs, passes=[Lsp(subspace=2, nonzeros=1, criterion="flops")], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW)
+    opt(*inputs).backward()  # the first step fits projectors
+    optimizer.step()
+    for batch in (4, 3):
+        with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+            opt(*zoo.rows(inputs, batch)).backward()
+        assert opt.last_step is not None
+        assert counter.get_total_flops() == flop_profile(opt.last_step.graph).step
 
 
 def test_caches_are_bounded() -> None:
