@@ -15,11 +15,11 @@ from graphopt.compressed_gradients import given_inputs
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
 from graphopt.passes.lsp import Lsp
-from graphopt.projectors import Projector, Subspace, Whole, draw_subspace, fit
+from graphopt.projectors import Projector, Subspace, Whole, draw_subspace, fit, unseen_energy
 from graphopt.runtime.offload import Offload
 
-Changed = Callable[[str, Subspace, Subspace], None]
-"""Told the name of a weight, its old subspace and its new one."""
+Changed = Callable[[str, Subspace, Subspace, Tensor], None]
+"""Told the name of a weight, its old subspace, its new one, and the energy in it that the old one left out (`unseen_energy`)."""
 
 
 @dataclass
@@ -33,7 +33,9 @@ class CompressedWeight:
         fits: how often P and Q were fitted.
         skipped: steps that were left out because the compressed gradient was not finite.
         changed: whom to tell of a new subspace.
-        next: fitted, but not in force before the step under way is over.
+        next: fitted, with its `unseen_energy`, but not in force before the step under way is over.
+        gathered: sum of the full gradients of a check under way, on the host; None: none yet.
+        batches: how many those are.
         inputs: the projectors as a compiled step reads them; changed in place, so that autograd refuses a backward whose forward
             saw others.
     """
@@ -46,7 +48,9 @@ class CompressedWeight:
     fits: int = 0
     skipped: int = 0
     changed: Changed | None = None
-    next: Subspace | None = None
+    next: tuple[Subspace, Tensor] | None = None
+    gathered: Tensor | None = None
+    batches: int = 0
     inputs: dict[InputDesc, Tensor] = field(default_factory=dict)
 
     def install(self, subspace: Subspace) -> None:
@@ -58,12 +62,12 @@ class CompressedWeight:
             else:
                 self.inputs[desc] = value.clone()
 
-    def replace(self, subspace: Subspace) -> None:
+    def replace(self, subspace: Subspace, unseen: Tensor) -> None:
         """Put a subspace in force, and carry over what is kept in the old one."""
         before = self.subspace
         self.install(subspace)
         if self.changed is not None:
-            self.changed(self.name, before, subspace)
+            self.changed(self.name, before, subspace, unseen)
 
 
 class Subspaces:
@@ -136,15 +140,21 @@ class Subspaces:
         for name in names:
             compressed = self.weights[name]
             if compressed.next is not None:
-                compressed.replace(compressed.next)
+                compressed.replace(*compressed.next)
         over = names & self._stepped or self._stepped | names >= {n for n, w in self.weights.items() if w.changed is not None}
         self._stepped = set() if over else self._stepped | names
         if over:
+            if self._checked_at == self.steps // self.rewrite.check_every:
+                for compressed in self.weights.values():
+                    compressed.gathered, compressed.batches = None, 0
             self.steps += 1
             self.forwards = 0
 
     def _check(self, site: int, gradient: Tensor) -> Tensor:
         """Take the full gradient of a weight in a checking step, fit projectors that represent it badly, and compress it.
+
+        Drawn projectors are fitted to the first gradient. A check then gathers those of several batches: projectors are fitted to
+        the sum of all but the last of them, and compared with the last, which they have not seen.
 
         Should there be another forward in this step, or a compressed gradient already, then those are in the old projectors, and
         what is fitted comes into force after the step.
@@ -153,24 +163,34 @@ class Subspaces:
         exact = gradient.detach().to(compressed.variable.dtype)
         largest = exact.abs().max()
         if bool(torch.isfinite(largest)):
-            self._checked_at = self.steps // self.rewrite.check_every
-            scaled = exact / largest if float(largest) else exact  # so that norms neither overflow nor vanish
-            compressed.error = compressed.subspace.error(scaled)
-            if compressed.error >= self.rewrite.threshold:
-                self._fit(compressed, scaled)
+            compressed.batches += 1
+            complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
+            if complete:
+                self._checked_at = self.steps // self.rewrite.check_every
+            if complete or math.isnan(compressed.error):
+                known = exact if compressed.gathered is None else compressed.gathered.to(exact.device)
+                self._compare(compressed, _scaled(known), _scaled(exact))
+            if not complete:
+                host = exact.to("cpu")
+                compressed.gathered = host.clone() if compressed.gathered is None else compressed.gathered + host
         return compressed.subspace.compress(exact).contiguous()
 
-    def _fit(self, compressed: CompressedWeight, gradient: Tensor) -> None:
+    def _compare(self, compressed: CompressedWeight, known: Tensor, latest: Tensor) -> None:
+        """Fit projectors to `known` if they represent `latest` badly, and if that helps there too."""
+        compressed.error = compressed.subspace.error(latest)
+        if compressed.error < self.rewrite.threshold:
+            return
         start = compressed.subspace
         if compressed.error >= 1:
-            start = self._drawn(compressed.shape, gradient.device, gradient.dtype)
-        outcome = fit(start, [gradient], self.rewrite.threshold, self.rewrite.iterations)
-        if outcome.after < compressed.error:
-            compressed.error = outcome.after
+            start = self._drawn(compressed.shape, known.device, known.dtype)
+        found = fit(start, [known], self.rewrite.threshold, self.rewrite.iterations).subspace
+        error = found.error(latest)
+        if error < compressed.error:
+            compressed.error = error
             compressed.fits += 1
-            compressed.next = outcome.subspace
+            compressed.next = found, unseen_energy(compressed.subspace, found, latest)
             if self.forwards == 1 and all(w.variable.grad is None for w in self.weights.values()):
-                compressed.replace(outcome.subspace)
+                compressed.replace(*compressed.next)
 
     def _produced(self, site: int, gradient: Tensor) -> None:
         """A compressed gradient has been computed, in the middle of a backward."""
@@ -200,7 +220,8 @@ class Subspaces:
         for name, w in self.weights.items():
             sides = {"left": w.subspace.left, "right": w.subspace.right}
             arrays = {f"{side}_{what}": getattr(p, what).cpu() for side, p in sides.items() for what in ("columns", "values")}
-            weights[name] = {"shape": w.shape, "size": self.rewrite.subspace, **arrays, "error": w.error, "fits": w.fits}
+            check = {"error": w.error, "fits": w.fits, "gathered": w.gathered, "batches": w.batches}
+            weights[name] = {"shape": w.shape, "size": self.rewrite.subspace, **arrays, **check}
         return {"weights": weights, "steps": self.steps, "checked_at": self._checked_at, "generator": self.generator.get_state()}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -233,7 +254,9 @@ class Subspaces:
             )
             if self.rewrite.schedule != "zero":
                 w.install(Subspace(left, right))
-            w.error, w.fits = found["error"], found["fits"]
+            w.error, w.fits, w.batches = found["error"], found["fits"], found.get("batches", 0)
+            gathered = found.get("gathered")
+            w.gathered = None if gathered is None else gathered.to("cpu", dtype)
         self.steps, self._checked_at = state["steps"], state["checked_at"]
         self.generator.set_state(state["generator"].cpu())
 
@@ -265,3 +288,9 @@ class Subspaces:
                 w.changed = changed
             w.variable.requires_grad_(w.changed is not None)
         self.used = True
+
+
+def _scaled(gradient: Tensor) -> Tensor:
+    """A multiple of a gradient whose norms neither overflow nor vanish."""
+    largest = gradient.abs().max()
+    return gradient / largest if float(largest) else gradient
