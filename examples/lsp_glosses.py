@@ -36,7 +36,9 @@ def prepared(
 ) -> tuple[nn.Module, Callable[..., object], torch.optim.Optimizer]:
     """The model that is trained, its step, and its optimizer."""
     if kind == "lsp":
-        rewrite = Lsp(args.subspace, args.nonzeros, check_every=args.check_every, threshold=args.threshold)
+        rewrite = Lsp(
+            args.subspace, args.nonzeros, check_every=args.check_every, batches=args.check_batches, threshold=args.threshold
+        )
         opt = graphopt.optimize(model, example, passes=[rewrite], backend=args.backend)
         assert opt.subspaces is not None
         compressed = [p for name, p in model.named_parameters() if name in opt.subspaces.weights]
@@ -106,11 +108,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--length", type=int, default=32, help="tokens per definition")
     parser.add_argument("--lr", type=float, default=3e-4, help="of full AdamW")
-    parser.add_argument("--lsp-lr", type=float, default=1e-3, help="of compressed weights")
+    parser.add_argument("--lsp-lr", type=float, default=5e-4, help="of compressed weights")
     parser.add_argument("--lora-lr", type=float, default=1e-3)
-    parser.add_argument("--subspace", type=int, default=128)
+    parser.add_argument("--subspace", type=int, default=256, help="two thirds of the width, as in the paper")
     parser.add_argument("--nonzeros", type=int, default=8)
-    parser.add_argument("--check-every", type=int, default=100)
+    parser.add_argument("--check-every", type=int, default=200)
+    parser.add_argument("--check-batches", type=int, default=8, help="whose gradients a check gathers")
     parser.add_argument("--threshold", type=float, default=0.3)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--backend", default="inductor", help="aot_eager: nothing is compiled")

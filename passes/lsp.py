@@ -40,6 +40,8 @@ class Lsp:
         order: one of `ORDERS` for all; None: the planner chooses for each.
         criterion: what the planner minimises: "time" (measured) or "flops".
         check_every: steps after which the projectors are compared with the gradients of a batch; they are at the first step.
+        batches: whose gradients a check gathers, at most `check_every`. All but the last are summed on the host, which takes the
+            weights' memory once more, and projectors fitted to them; the last shows how well. 1: fitted to what is compared.
         threshold: relative error |PP'GQQ' - G| / |G| from which they are fitted anew.
         iterations: of fitting, at most.
         seed: of the random projectors.
@@ -56,6 +58,7 @@ class Lsp:
     order: str | None = None
     criterion: str = "time"
     check_every: int = 1000
+    batches: int = 1
     threshold: float = 0.5
     iterations: int = 100
     seed: int = 0
@@ -65,7 +68,7 @@ class Lsp:
     serves = ()
 
     def __post_init__(self) -> None:
-        for field in ("subspace", "nonzeros", "check_every", "iterations"):
+        for field in ("subspace", "nonzeros", "check_every", "batches", "iterations"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise PassError(f"{field}={value!r} must be a whole number of at least 1.")

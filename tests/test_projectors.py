@@ -18,6 +18,7 @@ from graphopt.projectors import (
     entries_per_column,
     fit,
     transport,
+    unseen_energy,
 )
 
 SIZES = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)).map(
@@ -130,6 +131,50 @@ def test_fitting_never_makes_it_worse_and_stops_at_the_target() -> None:
     assert outcome.after > fit(subspace, [gradient]).after
     for odd in (torch.zeros(20, 16, dtype=torch.float64), torch.full((20, 16), math.nan, dtype=torch.float64)):
         assert fit(subspace, [odd]).subspace is subspace
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (64, 16)])
+def test_fitting_first_takes_the_best_scale(shape: tuple[int, int]) -> None:
+    start, gradient = drawn(*shape, 8, 3), torch.randn(*shape, dtype=torch.float64, generator=generator(3))
+    outcome = fit(start, [gradient], iterations=0)
+    assert outcome.before > 2
+    assert outcome.after < 1
+    ratios = outcome.subspace.left.values / start.left.values
+    torch.testing.assert_close(ratios, ratios[0, 0].expand_as(ratios))
+    for factor in (0.95, 1.05):
+        other = Subspace(*(p.with_values(factor * p.values) for p in (outcome.subspace.left, outcome.subspace.right)))
+        assert other.error(gradient) > outcome.after
+
+
+def test_second_moments_in_a_new_subspace_are_as_large_as_its_gradients() -> None:
+    """Without what the old subspace did not see they are too small, and steps too large."""
+    rank_two = [torch.randn(40, 2, dtype=torch.float64, generator=generator(i)) for i in range(2)]
+    mixtures = torch.randn(60, 2, 2, dtype=torch.float64, generator=generator(2))
+    gradients = [rank_two[0] @ mixture @ rank_two[1].t() for mixture in mixtures]
+    start = drawn(40, 40, 8, 3)
+    old = fit(start, [torch.randn(40, 40, dtype=torch.float64, generator=generator(3))]).subspace  # sees little of them
+    new = fit(start, gradients[:1]).subspace
+    second, expected = (torch.stack([s.compress(g).square() for g in gradients]).mean(0) for s in (old, new))
+    first = torch.zeros(8, 8, dtype=torch.float64)
+    _, alone = transport(old, new, first, second)
+    _, whole = transport(old, new, first, second, unseen_energy(old, new, gradients[-1]))
+    assert float(alone.sum()) < 0.1 * float(expected.sum())
+    assert 0.3 < float(whole.sum() / expected.sum()) < 3
+    assert float((whole - alone).min()) >= 0
+
+
+def test_unseen_energy_is_a_part_of_the_gradients_and_has_no_scale() -> None:
+    gradient = torch.randn(10, 8, dtype=torch.float64, generator=generator(4))
+    old, new = drawn(10, 8, 6, 3, 0), drawn(10, 8, 6, 3, 1)
+    energy = unseen_energy(old, new, gradient)
+    seen = new.compress(old.decompress(old.compress(gradient)))
+    missed = new.compress(gradient) - seen
+    assert float(energy.sum()) == pytest.approx(float(missed.square().sum() / seen.square().sum()))
+    torch.testing.assert_close(energy.sum(1) * seen.square().sum(), missed.square().sum(1))
+    torch.testing.assert_close(unseen_energy(old, new, 1e4 * gradient), energy)
+    whole = Subspace(identity(6), identity(6))
+    assert float(unseen_energy(whole, whole, gradient[:6, :6]).abs().max()) < 1e-12
+    assert not unseen_energy(old, new, torch.zeros(10, 8, dtype=torch.float64)).any()
 
 
 def test_moments_are_carried_over() -> None:

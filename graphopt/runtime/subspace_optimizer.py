@@ -212,11 +212,11 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             for variable, gradient in held:
                 variable.grad = gradient
 
-    def _transport(self, name: str, old: Subspace, new: Subspace) -> None:
+    def _transport(self, name: str, old: Subspace, new: Subspace, unseen: Tensor) -> None:
         """Carry moments over to new projectors; where that is not finite, they start anew."""
         moments = self.moments[name]
         first, second = (t.to(old.left.values.device) for t in (moments.first, moments.second))
-        first, second = (t.cpu() for t in transport(old, new, first, second))
+        first, second = (t.cpu() for t in transport(old, new, first, second, unseen.to(first)))
         if bool(torch.isfinite(first).all() and torch.isfinite(second).all()):
             self.moments[name] = Moments(first, second, moments.step)
         else:

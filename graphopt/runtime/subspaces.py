@@ -15,14 +15,14 @@ from graphopt.compressed_gradients import given_inputs
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
 from graphopt.passes.lsp import Lsp
-from graphopt.projectors import Subspace, Whole, draw_subspace, fit
+from graphopt.projectors import Subspace, Whole, draw_subspace, fit, unseen_energy
 from graphopt.runtime.offload import Offload
 from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.subspaces_state import SubspacesState, WeightState
 from graphopt.runtime.uniforms import check_generator_state
 
-Changed = Callable[[str, Subspace, Subspace], None]
-"""Told the name of a weight, its old subspace and its new one."""
+Changed = Callable[[str, Subspace, Subspace, Tensor], None]
+"""Told the name of a weight, its old subspace, its new one, and the energy in it that the old one left out (`unseen_energy`)."""
 
 
 @dataclass
@@ -36,7 +36,9 @@ class CompressedWeight:
         fits: how often P and Q were fitted.
         skipped: steps that were left out because the compressed gradient was not finite.
         changed: whom to tell of a new subspace.
-        next: fitted, but not in force before the step under way is over.
+        next: fitted, with its `unseen_energy`, but not in force before the step under way is over.
+        gathered: sum of the full gradients of a check under way, on the host; None: none yet.
+        batches: how many those are.
         inputs: the projectors as a compiled step reads them; changed in place, so that autograd refuses a backward whose forward
             saw others.
     """
@@ -49,7 +51,9 @@ class CompressedWeight:
     fits: int = 0
     skipped: int = 0
     changed: Changed | None = None
-    next: Subspace | None = None
+    next: tuple[Subspace, Tensor] | None = None
+    gathered: Tensor | None = None
+    batches: int = 0
     inputs: dict[InputDesc, Tensor] = field(default_factory=dict)
 
     def install(self, subspace: Subspace) -> None:
@@ -61,12 +65,12 @@ class CompressedWeight:
             else:
                 self.inputs[desc] = value.clone()
 
-    def replace(self, subspace: Subspace) -> None:
+    def replace(self, subspace: Subspace, unseen: Tensor) -> None:
         """Put a subspace in force, and carry over what is kept in the old one."""
         before = self.subspace
         self.install(subspace)
         if self.changed is not None:
-            self.changed(self.name, before, subspace)
+            self.changed(self.name, before, subspace, unseen)
 
 
 class Subspaces:
@@ -148,15 +152,21 @@ class Subspaces:
         for name in names:
             compressed = self.weights[name]
             if compressed.next is not None:
-                compressed.replace(compressed.next)
+                compressed.replace(*compressed.next)
         over = names & self._stepped or self._stepped | names >= {n for n, w in self.weights.items() if w.changed is not None}
         self._stepped = set() if over else self._stepped | names
         if over:
+            if self._checked_at == self.steps // self.rewrite.check_every:
+                for compressed in self.weights.values():
+                    compressed.gathered, compressed.batches = None, 0
             self.steps += 1
             self.forwards = 0
 
     def _check(self, site: int, gradient: Tensor) -> Tensor:
         """Take the full gradient of a weight in a checking step, fit projectors that represent it badly, and compress it.
+
+        Drawn projectors are fitted to the first gradient. A check then gathers those of several batches: projectors are fitted to
+        the sum of all but the last of them, and compared with the last, which they have not seen.
 
         Should there be another forward in this step, or a compressed gradient already, then those are in the old projectors, and
         what is fitted comes into force after the step.
@@ -165,24 +175,34 @@ class Subspaces:
         exact = gradient.detach().to(compressed.variable.dtype)
         largest = exact.abs().max()
         if bool(torch.isfinite(largest)):
-            self._checked_at = self.steps // self.rewrite.check_every
-            scaled = exact / largest if float(largest) else exact  # so that norms neither overflow nor vanish
-            compressed.error = compressed.subspace.error(scaled)
-            if compressed.error >= self.rewrite.threshold:
-                self._fit(compressed, scaled)
+            compressed.batches += 1
+            complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
+            if complete:
+                self._checked_at = self.steps // self.rewrite.check_every
+            if complete or math.isnan(compressed.error):
+                known = exact if compressed.gathered is None else compressed.gathered.to(exact.device)
+                self._compare(compressed, _scaled(known), _scaled(exact))
+            if not complete:
+                host = exact.to("cpu")
+                compressed.gathered = host.clone() if compressed.gathered is None else compressed.gathered + host
         return compressed.subspace.compress(exact).contiguous()
 
-    def _fit(self, compressed: CompressedWeight, gradient: Tensor) -> None:
+    def _compare(self, compressed: CompressedWeight, known: Tensor, latest: Tensor) -> None:
+        """Fit projectors to `known` if they represent `latest` badly, and if that helps there too."""
+        compressed.error = compressed.subspace.error(latest)
+        if compressed.error < self.rewrite.threshold:
+            return
         start = compressed.subspace
         if compressed.error >= 1:
-            start = self._drawn(compressed.shape, gradient.device, gradient.dtype)
-        outcome = fit(start, [gradient], self.rewrite.threshold, self.rewrite.iterations)
-        if outcome.after < compressed.error:
-            compressed.error = outcome.after
+            start = self._drawn(compressed.shape, known.device, known.dtype)
+        found = fit(start, [known], self.rewrite.threshold, self.rewrite.iterations).subspace
+        error = found.error(latest)
+        if error < compressed.error:
+            compressed.error = error
             compressed.fits += 1
-            compressed.next = outcome.subspace
+            compressed.next = found, unseen_energy(compressed.subspace, found, latest)
             if self.forwards == 1 and all(w.variable.grad is None for w in self.weights.values()):
-                compressed.replace(outcome.subspace)
+                compressed.replace(*compressed.next)
 
     def _produced(self, site: int, gradient: Tensor) -> None:
         """A compressed gradient has been computed, in the middle of a backward."""
@@ -209,7 +229,8 @@ class Subspaces:
     def snapshot(self) -> dict[str, Any]:
         """See `Stateful`."""
         weights = {
-            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped) for name, w in self.weights.items()
+            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped, w.gathered, w.batches)
+            for name, w in self.weights.items()
         }
         state = SubspacesState(
             self.rewrite.subspace,
@@ -248,6 +269,7 @@ class Subspaces:
                     w.next = after
                 state = saved.weights[name]
                 w.error, w.fits, w.skipped = state.error, state.fits, state.skipped
+                w.gathered, w.batches = state.gathered, state.batches
             self.steps, self.forwards, self._checked_at = saved.steps, saved.forwards, saved.checked_at
             self._stepped = set(saved.stepped)
             self.generator.set_state(saved.generator)
@@ -282,3 +304,9 @@ class Subspaces:
                 w.changed = changed
             w.variable.requires_grad_(w.changed is not None)
         self.used = True
+
+
+def _scaled(gradient: Tensor) -> Tensor:
+    """A multiple of a gradient whose norms neither overflow nor vanish."""
+    largest = gradient.abs().max()
+    return gradient / largest if float(largest) else gradient

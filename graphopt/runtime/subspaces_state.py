@@ -62,28 +62,46 @@ class WeightState:
     shape: tuple[int, int]
     now: SidesState
     next: SidesState | None
+    unseen: Tensor | None
     error: float
     fits: int
     skipped: int
+    gathered: Tensor | None
+    batches: int
 
     @classmethod
     def of(
-        cls, shape: tuple[int, int], now: Subspace, after: Subspace | None, error: float, fits: int, skipped: int
+        cls,
+        shape: tuple[int, int],
+        now: Subspace,
+        after: tuple[Subspace, Tensor] | None,
+        error: float,
+        fits: int,
+        skipped: int,
+        gathered: Tensor | None,
+        batches: int,
     ) -> WeightState:
         """The state of a weight."""
-        return cls(shape, SidesState.of(now), None if after is None else SidesState.of(after), error, fits, skipped)
+        following, unseen = (None, None) if after is None else (SidesState.of(after[0]), after[1].cpu())
+        return cls(shape, SidesState.of(now), following, unseen, error, fits, skipped, gathered, batches)
 
     def subspaces(
         self, name: str, shape: tuple[int, int], size: int, like: Subspace, variable: Tensor
-    ) -> tuple[Subspace, Subspace | None]:
-        """The subspace in force, and the one after the step under way.
+    ) -> tuple[Subspace, tuple[Subspace, Tensor] | None]:
+        """The subspace in force, and the one after the step under way with what the one before left out.
 
         Raises:
             InputError: they do not fit the weight.
         """
         if self.shape != shape:
             raise _other("shape", self.shape, name, shape)
-        after = None if self.next is None else self.next.subspace(name, size, like, variable)
+        if self.gathered is not None and tuple(self.gathered.shape) != shape:
+            raise _other("gathered gradients", tuple(self.gathered.shape), name, shape)
+        after = None
+        if self.next is not None:
+            if self.unseen is None or tuple(self.unseen.shape) != (size, size):
+                raise InputError(f"the next projectors of {name} lack what those before them left out.")
+            after = self.next.subspace(name, size, like, variable), self.unseen.to(variable.device, variable.dtype)
         return self.now.subspace(name, size, like, variable), after
 
 

@@ -192,6 +192,7 @@ class _Times:
         ({"threshold": 0}, "threshold=0 must be a positive"),
         ({"threshold": float("nan")}, "threshold=nan"),
         ({"check_every": 0}, "check_every=0"),
+        ({"batches": 0}, "batches=0"),
         ({"order": "sideways"}, "order='sideways': use one of activations"),
         ({"criterion": "luck"}, "criterion='luck'"),
     ],

@@ -181,16 +181,19 @@ def test_groups_may_differ_in_rate_and_decay() -> None:
     assert all(torch.equal(v, before[k]) == k.endswith("weight") for k, v in model.state_dict().items())
 
 
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened() -> None:
-    options = {"check_every": 4, "threshold": 0.3, "iterations": 3}
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(batches: int) -> None:
+    """With three batches, it is made in the middle of a check."""
+    options = {"check_every": 4, "batches": batches, "threshold": 0.3, "iterations": 3}
     model, opt, optimizer = made(lsp=options)
-    train(opt, optimizer, data(6)[:3])
+    train(opt, optimizer, data(8)[:5])
+    assert (opt.subspaces.weights["first.weight"].gathered is not None) == (batches == 3)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    expected = train(opt, optimizer, data(6)[3:])
+    expected = train(opt, optimizer, data(8)[5:])
     again, other, second = made(lsp=options)
     again.load_state_dict(saved[0])
     second.load_state_dict(saved[1])
-    assert train(other, second, data(6)[3:]) == expected
+    assert train(other, second, data(8)[5:]) == expected
 
 
 def test_states_of_others_are_refused() -> None:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphopt
 from graphopt.errors import InputError
-from graphopt.projectors import fit
+from graphopt.projectors import Subspace, fit, unseen_energy
 from graphopt.runtime.subspaces import Subspaces
 from tests import zoo
 from tests.compressed import compressed_reference, data, made, train
@@ -44,6 +44,53 @@ def test_projectors_are_compared_at_the_first_step_and_then_so_often(monkeypatch
     assert sorted(set(seen)) == [0, 3, 6]
 
 
+def test_a_check_fits_to_several_batches_and_compares_with_one_that_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[tuple[int, Tensor]] = []
+
+    def recording(start: Subspace, gradients: list[Tensor], *a: Any) -> Any:
+        fitted.append((opt.subspaces.steps, gradients[0]))
+        return fit(start, gradients, *a)
+
+    monkeypatch.setattr("graphopt.runtime.subspaces.fit", recording)
+    model, opt, optimizer = made(lsp={"check_every": 5, "batches": 3, "threshold": 1e-3, "iterations": 20})
+    weight, references, latest = opt.subspaces.weights["second.weight"], [], []
+    for batch in data(8):
+        reference = copy.deepcopy(model)
+        reference.zero_grad()
+        reference(batch[0].double(), batch[1]).backward()
+        references.append(reference.second.weight.grad)
+        train(opt, optimizer, [batch])
+        latest.append((weight.subspace.error(references[-1]), weight.error))
+    steps = [step for step, gradient in fitted if gradient.shape == weight.shape]
+    assert steps == [0, 2, 7]  # drawn projectors are fitted at once
+    sums = [gradient for _, gradient in fitted if gradient.shape == weight.shape]
+    for found, expected in zip(sums, (references[0], sum(references[:2]), sum(references[5:7])), strict=True):
+        torch.testing.assert_close(found / found.norm(), expected / expected.norm())
+    for step in steps:
+        assert latest[step][0] == pytest.approx(latest[step][1])
+    assert weight.gathered is None
+
+
+def test_a_check_of_one_batch_keeps_no_gradient_and_one_of_more_than_are_due_ends_in_time() -> None:
+    _, opt, optimizer = made(lsp={"check_every": 2})
+    train(opt, optimizer, data(1))
+    assert all(w.gathered is None for w in opt.subspaces.weights.values())
+    _, opt, optimizer = made(lsp={"check_every": 2, "batches": 5, "threshold": 1e-3, "iterations": 5})
+    train(opt, optimizer, data(4))
+    assert all(w.fits >= 2 and w.gathered is None for w in opt.subspaces.weights.values())
+
+
+def test_gradients_that_are_not_finite_do_not_count_in_a_check() -> None:
+    _, opt, optimizer = made(lsp={"check_every": 4, "batches": 3})
+    (x, labels), *others = data(3)
+    train(opt, optimizer, [(x, labels)])
+    opt(x.double() * math.nan, labels).backward()
+    optimizer.zero_grad()
+    assert all(w.batches == 1 and bool(torch.isfinite(w.gathered).all()) for w in opt.subspaces.weights.values())
+    train(opt, optimizer, others)
+    assert all(w.batches == 0 and w.gathered is None for w in opt.subspaces.weights.values())
+
+
 def test_good_projectors_are_left_alone_and_bad_ones_fitted_only_if_that_helps() -> None:
     _, opt, optimizer = made(lsp={"check_every": 1, "threshold": 1e6})
     before = {name: w.subspace for name, w in opt.subspaces.weights.items()}
@@ -52,15 +99,21 @@ def test_good_projectors_are_left_alone_and_bad_ones_fitted_only_if_that_helps()
 
 
 def test_moments_move_with_the_projectors() -> None:
-    _, opt, optimizer = made(lsp={"check_every": 2, "threshold": 1e-3, "iterations": 5})
+    model, opt, optimizer = made(lsp={"check_every": 2, "threshold": 1e-3, "iterations": 5})
     train(opt, optimizer, data(2))
     before = copy.deepcopy(optimizer.moments["second.weight"])
     subspace = opt.subspaces.weights["second.weight"].subspace
+    reference = copy.deepcopy(model)
+    reference(data(1)[0][0].double(), data(1)[0][1]).backward()
     opt(data(1)[0][0].double(), data(1)[0][1]).backward()
     after, new = optimizer.moments["second.weight"], opt.subspaces.weights["second.weight"].subspace
     assert new is not subspace
     left, right = new.left.dense().t() @ subspace.left.dense(), subspace.right.dense().t() @ new.right.dense()
     torch.testing.assert_close(after.first, left @ before.first @ right)
+    carried = left.square() @ before.second @ right.square()
+    unseen = unseen_energy(subspace, new, reference.second.weight.grad)
+    assert float(unseen.sum()) > 0
+    torch.testing.assert_close(after.second, carried + carried.sum() * unseen)
     assert after.step == before.step == 2
 
 
