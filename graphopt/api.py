@@ -35,7 +35,7 @@ from graphopt.planner.joint_plan import Means, default_compression, within_memor
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.pareto import Point, trade_offs
-from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, reachable, resolve_passes, select_tensors
+from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, check_given, reachable, resolve_passes, select_tensors
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
@@ -142,7 +142,8 @@ def make_plan(
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
     if plan.memory is None:
         return plan
-    if not any(isinstance(p, Recompute) and p.segments is None for p in passes):
+    freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
+    if not freeze and not any(isinstance(p, Recompute) and p.segments is None for p in passes):
         plan.check_memory(graph)
         return plan
 
@@ -151,7 +152,6 @@ def make_plan(
 
     # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
     compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
-    freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
     return within_memory(plan, graph, Means(freeze, compress), rate)
 
 
@@ -202,6 +202,7 @@ def _with_selection(
     budget = plan.budget
     given = [p.train for p in plan.passes if isinstance(p, GreenTrainer) and p.train is not None]
     if given:
+        check_given(given[0], graph, budget)
         return replace(plan, train=frozenset(given[0]))
     if budget.flops is None:
         return plan

@@ -108,6 +108,18 @@ def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+def _kept_apart(saved: Sequence[Any], changed: Sequence[Tensor]) -> list[Any]:
+    """What the forward saves, copied where it lies in a tensor that the step then changes: the backward needs what was there."""
+    storages = {t.untyped_storage().data_ptr() for t in changed}
+    kept = []
+    for value in saved:
+        if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in storages:
+            own = value.untyped_storage().clone()
+            value = value.new_empty(0).set_(own, value.storage_offset(), value.size(), value.stride())
+        kept.append(value)
+    return kept
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Where everything stands in the inputs and outputs of a joint graph; read before the partitioner rewrites it.
@@ -244,10 +256,10 @@ class _Step(torch.autograd.Function):
             laid_out = [_laid_out(t.detach(), stride) for t, stride in zip(inputs, runner.layout.strides, strict=True)]
             returned = runner.forward(laid_out)
         mutations, num_results = len(runner.layout.mutated), runner.layout.num_results
+        results = list(returned[mutations : mutations + num_results])
+        saved = _kept_apart(returned[mutations + num_results :], [inputs[position] for position in runner.layout.mutated])
         for position, value in zip(runner.layout.mutated, returned[:mutations], strict=True):
             inputs[position].copy_(value)
-        results = list(returned[mutations : mutations + num_results])
-        saved = list(returned[mutations + num_results :])
         ctx.runner = runner
         ctx.is_tensor = [isinstance(s, Tensor) for s in saved]
         ctx.constants = [None if isinstance(s, Tensor) else s for s in saved]

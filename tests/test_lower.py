@@ -1,10 +1,14 @@
 """Outputs and buffers as eager mode has them: views, aliases, updates, layouts, precision."""
 
+import copy
+
 import pytest
 import torch
+from graphopt.passes import Recompute
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.capture import capture_to_run
 from tests import zoo
 from tests.measure import peak_and_rest
 
@@ -49,6 +53,36 @@ def test_batch_norm_buffers_are_updated_as_in_eager() -> None:
         zoo.call(reference, inputs)
     for key, value in reference.named_buffers():
         torch.testing.assert_close(dict(model.named_buffers())[key], value)
+
+
+class RunningScale(nn.Module):
+    """Multiplies by what a buffer was before the step updates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("scale", torch.full((8,), 4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.scale.clone()
+        hidden = torch.tanh(self.first(x)) * before.sqrt()
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(hidden.detach().abs().mean(0))
+        return self.second(torch.tanh(hidden)).square().mean()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_reads_a_buffer_as_it_was_before_the_step_changed_it(again: bool) -> None:
+    model, x = RunningScale(), torch.randn(6, 4)
+    reference = copy.deepcopy(model)
+    reference(x).backward()
+    segments = tuple(s.name for s in Recompute().applicable(capture_to_run(model, (x,), {}, 0))) if again else ()
+    opt = graphopt.optimize(model, (x,), passes=[Recompute(segments)], backend="aot_eager")
+    opt(x).backward()
+    assert opt.last_step is not None
+    torch.testing.assert_close(model.scale, reference.scale)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 def test_a_second_backward_is_refused_and_retained_graphs_work() -> None:

@@ -6,6 +6,7 @@ by the bytes that pass, not by modules or names.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ FINEST = 32
 AROUND = 8
 """Part of all saved bytes, 1 / AROUND, before and after a cut within which it is compared with other places."""
 
+_TORCHS_OWN = frozenset({"aten", "prims"})
+"""Namespaces of operators whose tags say whether they are random."""
+
 WIDEST = 1.5
 """Bytes that pass a cut, over the least that pass anywhere around it, at most."""
 
@@ -35,7 +39,8 @@ class Segment:
 
     Attributes:
         name: its position and the module in which it ends; for people.
-        nodes: those that can be computed again, in order: neither random nor read by later segments.
+        nodes: those that can be computed again, in order: neither random, nor of a custom operator, which might be, nor read by
+            later segments.
         parameters: names of those that it reads first.
         saved_bytes: what the forward keeps of `nodes` for the backward, at the captured batch size.
         flops: of `nodes`.
@@ -52,6 +57,8 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
     """The segments of a joint graph's forward, in order; empty if nothing could be computed again."""
     forward = ancestors(graph.forward_results())
     nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
+    if not nodes:
+        return ()
     saved = {n: _bytes(graph, n) for n in nodes if _is_saved(n, forward)}
     cuts = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
     ends = [*cuts, len(nodes)]
@@ -76,7 +83,7 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
             n
             for n in members[index]
             if n not in results
-            and not _is_random(n)
+            and _gives_the_same_again(n)
             and not is_recomputed(n)
             and all(segment_of.get(u, index) == index for u in n.users)
         ]
@@ -132,7 +139,7 @@ def _passing(graph: TrainingGraph, nodes: Sequence[fx.Node], forward: set[fx.Nod
         source = view_source(node)
         readers = [position[u] for u in node.users if u in position]
         if source in last:
-            last[source] = max(last[source], *readers, last[source]) if readers else last[source]
+            last[source] = max([last[source], *readers])
     changes = [0] * (len(nodes) + 2)
     for node in nodes:
         if view_source(node) is node:
@@ -163,11 +170,15 @@ def _is_saved(node: fx.Node, forward: set[fx.Node]) -> bool:
     return not is_recomputed(node) and any(u not in forward and isinstance(u.meta.get("val"), values) for u in node.users)
 
 
-def _is_random(node: fx.Node) -> bool:
-    random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-    source = node.args[0] if node.args else None
-    from_random = isinstance(source, fx.Node) and "getitem" in str(node.target) and _is_random(source)
-    return random or from_random
+def _gives_the_same_again(node: fx.Node) -> bool:
+    """Whether an operator is known to have no effects and to give equal results for equal inputs: one of torch's own."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return not isinstance(source, fx.Node) or source.op != "call_function" or _gives_the_same_again(source)
+    if isinstance(node.target, OpOverload):
+        random = torch.Tag.nondeterministic_seeded in node.target.tags
+        return node.target.namespace in _TORCHS_OWN and not random and not node.target._schema.is_mutable
+    return not isinstance(node.meta.get("val"), (Tensor, tuple, list))  # arithmetic of sizes
 
 
 def _readers(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:

@@ -23,7 +23,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, backward_costs
 from graphopt.planner.selection import Selection
-from graphopt.planner.solver import Allocation, Problem, TensorBytes, solve
+from graphopt.planner.solver import Allocation, Problem, TensorBytes, evaluate, solve
 
 ROUNDS = 8
 """Plans whose peak is foretold at most."""
@@ -34,7 +34,7 @@ FEWEST = 1e-3
 
 @dataclass(frozen=True)
 class Means:
-    """What a plan may do to need less memory, beside computing segments again.
+    """What a plan may do to need less memory, beside computing segments again where its passes do that.
 
     Attributes:
         freeze: leave tensors untrained.
@@ -60,7 +60,7 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     if least <= limit.peak_bytes:
         return plan
     profile = flop_profile(graph)
-    attempt = _Attempt(plan, graph, limit, profile, means)
+    attempt = _Attempt(plan, graph, limit, least, profile, means)
     exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
     if exact is not None:
         return exact
@@ -85,31 +85,38 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
 
 @dataclass(frozen=True)
 class _Attempt:
-    """The search for one limit."""
+    """The search for one limit.
+
+    Attributes:
+        plan_peak: what is foretold of `plan` as it is.
+    """
 
     plan: Plan
     graph: TrainingGraph
     limit: MemoryLimit
+    plan_peak: int
     profile: FlopProfile
     means: Means
     importance: Importance | None = None
 
     def search(self, problem: Problem, train_all: bool = False) -> Plan | None:
         """The best plan whose foretold peak is within the limit; None if there is none."""
-        if train_all and self.plan.train is not None:  # what is trained is decided: leave it
-            kept = {k for k, name in enumerate(problem.costs.names) if name in self.plan.train}
-            problem = replace(problem, importance=tuple(float(k in kept) for k in range(len(problem.importance))))
-        unseen, low, high = 0, -1, self.limit.peak_bytes
+        everything = self._as_planned(problem)
+        problem = everything if train_all else problem
+        trained = [k for k, value in enumerate(everything.importance) if value]
+        start = min(0, self.plan_peak - evaluate(problem, trained, (), ())[1])  # Inductor keeps less than the program counts
+        unseen, low, high = start, start - 1, self.limit.peak_bytes
         for _ in range(ROUNDS):
             allocation = solve(
                 problem,
                 self._flops_limit(),
                 self.limit.peak_bytes - unseen,
-                train_all=train_all and self.plan.train is None,
+                train_all=train_all,
                 may_compress=not train_all and self.means.compress is not None,
+                may_recompute=self._may_recompute,
             )
-            if allocation is None or (train_all and len(allocation.train) < sum(i > 0 for i in problem.importance)):
-                if unseen == 0:
+            if allocation is None:
+                if unseen == start:
                     return None
                 high = unseen
             else:
@@ -126,21 +133,30 @@ class _Attempt:
 
     def smallest(self, problem: Problem) -> Plan | None:
         """The plan that needs least memory by these means."""
-        if not self.means.freeze:
-            everything = set(problem.costs.names) if self.plan.train is None else self.plan.train
-            problem = replace(problem, importance=tuple(float(name in everything) for name in problem.costs.names))
+        decided = not self.means.freeze
+        problem = self._as_planned(problem) if decided else problem
         allocation = solve(
             problem,
             self._flops_limit(),
             smallest_memory=True,
-            train_all=not self.means.freeze and self.plan.train is None,
+            train_all=decided,
             may_compress=self.means.compress is not None,
+            may_recompute=self._may_recompute,
         )
-        return None if allocation is None else self._plan(problem, allocation, False)
+        return None if allocation is None else self._plan(problem, allocation, decided)
+
+    def _as_planned(self, problem: Problem) -> Problem:
+        """The problem with an importance of 1 for what the plan trains, and of 0 for the rest."""
+        train = self.plan.train
+        return replace(problem, importance=tuple(float(train is None or name in train) for name in problem.costs.names))
 
     def _plan(self, problem: Problem, allocation: Allocation, keep_selection: bool) -> Plan:
         importance, compress = self.importance, self.means.compress
         return planned(self.plan, self.graph, problem, allocation, importance, compress, keep_selection)
+
+    @property
+    def _may_recompute(self) -> bool:
+        return any(isinstance(p, Recompute) and p.segments is None for p in self.plan.passes)
 
     def _flops_limit(self) -> int | None:
         if self.plan.budget.flops is None:
@@ -167,8 +183,6 @@ def planned(
     again = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
     plan = replace(plan, recompute=again)
     passes = list(plan.passes)
-    if again and not any(isinstance(p, Recompute) for p in passes):
-        passes.append(Recompute())
     if keep_selection:
         return plan.with_passes(passes)
     trained = tuple(names[k] for k in allocation.train)

@@ -33,7 +33,7 @@ class MemoryLimit:
     peak_bytes: int
     backend: str
     optimizer: Any = "adamw"
-    _known: dict[Hashable, int] = field(default_factory=dict, repr=False, compare=False)
+    _known: dict[Hashable, tuple[TrainingGraph, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, budget: Budget, backend: Backend, optimizer: Any = None) -> MemoryLimit | None:
@@ -47,11 +47,13 @@ class MemoryLimit:
         memory = step_memory(graph, self.backend, self.optimizer)
         return (memory if batch_size == memory.batch_size else memory.at(batch_size)).peak_bytes
 
-    def peak_once(self, key: Hashable, make: Callable[[], TrainingGraph], batch_size: int) -> int:
-        """Peak bytes of a step of the graph that `make` gives; foretold once for every `key` and batch size."""
-        if (key, batch_size) not in self._known:
-            self._known[key, batch_size] = self.peak_of(make(), batch_size)
-        return self._known[key, batch_size]
+    def peak_once(self, graph: TrainingGraph, key: Hashable, rewritten: Callable[[], TrainingGraph], batch_size: int) -> int:
+        """Peak bytes of a step of what `rewritten` makes of `graph`; foretold once for every `key` and batch size."""
+        captured, peak = self._known.get((key, batch_size), (None, 0))
+        if captured is not graph:
+            peak = self.peak_of(rewritten(), batch_size)
+            self._known[key, batch_size] = (graph, peak)
+        return peak
 
 
 def orders_within(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, choose: ChooseOrders) -> dict[str, Choice]:

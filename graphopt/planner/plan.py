@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
 from graphopt.compressed_gradients import Exchange
 from graphopt.errors import BudgetError, PassError
@@ -274,6 +274,28 @@ class Plan:
                 f"({self.memory.backend}, optimizer state included). Smallest feasible with these passes: {peak:,}. Use a "
                 "smaller batch or activation checkpointing."
             )
+
+
+def check_given(train: Sequence[str], graph: TrainingGraph, budget: Budget) -> None:
+    """See that the model has the tensors that the user wants trained, and that training them is within the budget's FLOPs.
+
+    Raises:
+        PassError: no such parameter.
+        BudgetError: training them needs more FLOPs.
+    """
+    known = {name: p.name for p in graph.parameters for name in (p.name, *p.aliases)}
+    for name in train:
+        if known.get(name) != name:
+            why = f"it is tied to {known[name]}: use that name" if name in known else "the model has no such parameter"
+            raise PassError(f"greentrainer cannot train {name}: {why}.")
+    profile = flop_profile(graph)
+    needed = profile.cost(set(train).intersection(profile.order))
+    if budget.flops is not None and needed > backward_costs(profile).affordable(budget.flops):
+        ratio = (profile.forward + needed) / profile.step
+        raise BudgetError(
+            f"flops={budget.flops} is less than training the tensors that were given needs: {ratio:.4f} of a full step. Train "
+            "fewer, or leave them to be selected: GreenTrainer()."
+        )
 
 
 def backward_costs(profile: FlopProfile) -> BackwardCosts:

@@ -105,6 +105,7 @@ def solve(
     *,
     train_all: bool = False,
     may_compress: bool = True,
+    may_recompute: bool = True,
     smallest_memory: bool = False,
     time_limit: float = 5.0,
 ) -> Allocation | None:
@@ -118,8 +119,9 @@ def solve(
     Args:
         flops_limit: FLOPs of a step; None for no limit.
         memory_limit: bytes at every moment; None for no limit.
-        train_all: every tensor is trained.
+        train_all: every tensor with an importance above 0 is trained, and no other.
         may_compress: gradients may be compressed.
+        may_recompute: segments may be computed again.
         smallest_memory: find the choice that needs the fewest bytes and trains anything, whatever its importance.
         time_limit: seconds.
     Returns:
@@ -168,13 +170,14 @@ def solve(
     for k, tensor in enumerate(tensors):
         if tensor.compressed is None or not may_compress:
             upper[c + k] = 0.0
+    if not may_recompute:
+        upper[r : r + s] = 0.0
     lower = np.zeros(peak + 1)
-    if train_all:
-        lower[x : x + count] = 1.0
-    elif not smallest_memory:
-        for k, value in enumerate(problem.importance):
-            if value <= 0:
-                upper[x + k] = 0.0
+    for k, value in enumerate(problem.importance):
+        if train_all and value > 0:
+            lower[x + k] = 1.0
+        elif train_all or (not smallest_memory and value <= 0):
+            upper[x + k] = 0.0
     objective = np.zeros(peak + 1)
     total = sum(problem.importance) or 1.0
     for k, value in enumerate(problem.importance):
@@ -202,9 +205,33 @@ def solve(
         return tuple(i for i in range(size) if result.x[start + i] > 0.5)
 
     train, compressed, recomputed = chosen(x, count), chosen(c, count), chosen(r, s)
+    most = evaluate(problem, train, compressed, recomputed)[1] if smallest_memory else memory_limit
+    recomputed = _needed(problem, train, compressed, recomputed, most)
     step_flops, peak_bytes = evaluate(problem, train, compressed, recomputed)
+    if flops_limit is not None and step_flops > flops_limit:  # HiGHS works in floating point; FLOPs are exact
+        return solve(
+            problem,
+            flops_limit - 2 * (step_flops - flops_limit),
+            memory_limit,
+            train_all=train_all,
+            may_compress=may_compress,
+            may_recompute=may_recompute,
+            smallest_memory=smallest_memory,
+            time_limit=time_limit,
+        )
     gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
     return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap)
+
+
+def _needed(
+    problem: Problem, train: tuple[int, ...], compressed: tuple[int, ...], recomputed: tuple[int, ...], most: int | None
+) -> tuple[int, ...]:
+    """Segments to compute again less those without which a step stays within `most` bytes: some cost no FLOPs, but time."""
+    for i in recomputed:
+        fewer = tuple(j for j in recomputed if j != i)
+        if most is None or evaluate(problem, train, compressed, fewer)[1] <= most:
+            recomputed = fewer
+    return recomputed
 
 
 def _moments(problem: Problem, x: int, c: int, a: int, w: int) -> Iterable[dict[int, float]]:

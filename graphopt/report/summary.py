@@ -210,7 +210,7 @@ def make_report(
     ratio = step_flops / flops.step if flops.step else 1.0
     peak = None
     if plan.memory is not None and not in_eager_mode:
-        peak = plan.memory.peak_once((plan.key, id(graph)), lambda: plan.rewrite(graph, size)[0], size)
+        peak = plan.memory.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
     last = controller.history[-1] if controller is not None and controller.history else None
     variance = last.rows_variance + last.tokens_variance if last is not None else 0.0
     summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock())

@@ -20,6 +20,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
+from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
 from graphopt.runtime.module import OptimizedModule, Reselection
 from graphopt.runtime.variants import Variants
@@ -96,6 +97,7 @@ class DisabledModule(OptimizedModule):
             backend=backend if isinstance(backend, str) else getattr(backend, "__name__", "callable"), captures=0,
             compilations=0, capture_seconds=0.0, compile_seconds=0.0, rewrite_seconds=0.0, select_seconds=0.0,
             notes=[f"the model is trained as it is: {self._reason}"],
+            plan=summarise(self._plan, (), 1.0, None, 0.0, StepClock()),
         )  # fmt: skip
 
     def dump(self, directory: str | Path) -> list[Path]:

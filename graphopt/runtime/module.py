@@ -305,6 +305,10 @@ class OptimizedModule(nn.Module):
         try:
             if plan.memory is not None:
                 plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
+                value = sum(importance.values.get(name, 0.0) for name in plan.train or known)
+                gain = (value - current_value) / abs(value) if value else 0.0
+                if within and graph is self._graph and (gain <= tolerance or plan.key == self._plan.key):
+                    return Reselection(False, gain, seconds)
             plan = self._resampled(plan, graph, args, kwargs)
             plan.rewrite(graph, self._variants.batch_size(args, kwargs))
         except (PassError, BudgetError) as error:

@@ -72,6 +72,40 @@ def test_dropout_is_drawn_once() -> None:
     assert not any("dropout" in str(n.target) or "bernoulli" in str(n.target) or "rand" in str(n.target) for n in again)
 
 
+@torch.library.custom_op("graphopt_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape[-1])
+
+
+@noisy.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+noisy.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0],
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output / inputs[0]),
+)
+
+
+class Noisy(nn.Module):
+    """A random operator that does not say so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(noisy(torch.exp(self.first(x)))).sum()
+
+
+def test_what_a_custom_operator_returned_is_kept() -> None:
+    graph = captured(Noisy(), (torch.randn(6, 4),))
+    again = {n.target for segment in find_segments(graph) for n in segment.nodes}
+    assert torch.ops.graphopt_tests.noisy.default not in again
+    assert torch.ops.aten.exp.default in again
+
+
 def test_an_unknown_segment_is_refused() -> None:
     with pytest.raises(PassError, match="no segment 99"):
         run_pass(Recompute(), captured(Tower(), (torch.randn(4, 16),)), ["99"])

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from graphopt.passes import Recompute
+from graphopt.passes import GreenTrainer, Recompute
 from torch import Tensor, nn
 
 import graphopt
@@ -137,6 +137,49 @@ def test_selecting_anew_keeps_to_the_limit() -> None:
         optimizer.zero_grad()
         assert peak(opt, 1024, optimizer) <= 6_000_000
         assert opt.report.flops_ratio <= 0.8
+
+
+def test_a_selection_that_the_limit_left_is_not_changed_for_one_that_exceeds_it() -> None:
+    model, x = tower(1024)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    budget = graphopt.Budget(flops=0.8, memory="6MB")
+    opt = graphopt.optimize(model, (x,), budget, backend="aot_eager", optimizer=optimizer)
+    assert not opt.reselect((x,), optimizer, tolerance=0.0).changed
+
+
+def test_tensors_that_were_given_are_trained_and_no_others() -> None:
+    model, x = tower(256)
+
+    def optimized(memory: int) -> graphopt.OptimizedModule:
+        passes = (Recompute(), GreenTrainer(train=("blocks.0.0.weight",)))
+        return graphopt.optimize(model, (x,), graphopt.Budget(memory=memory), passes, backend="aot_eager")
+
+    with pytest.raises(BudgetError) as error:
+        optimized(1)
+    least = int(re.findall(r"Smallest feasible with these passes: ([\d,]+)", str(error.value))[0].replace(",", ""))
+    for memory in (least, 2 * least):
+        model.zero_grad()
+        opt = optimized(memory)
+        opt(x).backward()
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
+        assert peak(opt, 256) <= memory
+
+
+def test_tensors_that_were_given_must_exist_and_fit_the_flops() -> None:
+    model, x = tower(8)
+    for names, reason in ((("blocks.0.0.wieght",), "no such parameter"), (tuple(dict(model.named_parameters())), "")):
+        error, reason = (PassError, reason) if reason else (BudgetError, "tensors that were given")
+        with pytest.raises(error, match=reason):
+            graphopt.optimize(model, (x,), 0.5, [GreenTrainer(train=names)], backend="aot_eager")
+
+
+def test_without_recompute_among_the_passes_tensors_are_frozen_and_nothing_is_computed_again() -> None:
+    model, x = tower(64)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=700_000), ["greentrainer"], backend="aot_eager")
+    opt(x).backward()
+    assert peak(opt, 64) <= 700_000
+    assert opt.report.passes == ["greentrainer"]
+    assert opt.report.trained < opt.report.trainable
 
 
 def test_recompute_by_name_needs_a_limit_or_segments() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt import BudgetError
 from graphopt.analysis.contraction_orders import Order
+from graphopt.capture import capture_to_run
 from graphopt.planner.contraction import Choice
 from graphopt.planner.memory_limit import MemoryLimit, orders_within
 
@@ -99,3 +100,13 @@ def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryLimit, "peak_of", lambda _, choices, __: 100 + sum(c.saved_after for c in choices.values()))
     found = orders_within(limit, None, 1, choose)  # type: ignore[arg-type]
     assert {name: c.saved_after for name, c in found.items()} == {"cheap": 0, "dear": 10}
+
+
+def test_a_peak_is_foretold_anew_for_another_graph() -> None:
+    limit = MemoryLimit(0, "aot_eager", "sgd")
+    model = nn.Linear(64, 8)
+    graphs = [capture_to_run(model, (torch.randn(n, 64),), {}, None) for n in (4, 400)]
+    first = limit.peak_once(graphs[0], "same", lambda: graphs[0], 1)
+    second = limit.peak_once(graphs[1], "same", lambda: graphs[1], 1)
+    assert first < second
+    assert limit.peak_once(graphs[1], "same", lambda: graphs[0], 1) == second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -87,3 +88,29 @@ def test_exact_means_come_first() -> None:
     assert recomputed is not None
     assert len(recomputed.train) == 5
     assert not recomputed.compressed
+
+
+def test_what_is_decided_is_trained_and_nothing_else() -> None:
+    problem = replace(random_problem(4), importance=(0.0, 1.0, 0.0, 1.0, 0.0))
+    for options in ({}, {"smallest_memory": True}):
+        found = solve(problem, train_all=True, may_compress=False, **options)  # type: ignore[arg-type]
+        assert found is not None
+        assert found.train == (1, 3)
+
+
+def test_flops_are_kept_to_the_last_one() -> None:
+    """Of three tensors that cost 10^9, two and a FLOP less are affordable: less than what HiGHS tells from two."""
+    costs = BackwardCosts(("a", "b", "c"), 10**9, tuple((frozenset([k]), 10**9) for k in range(3)), (10**9,) * 3)
+    problem = Problem(costs, (1.0, 1.0, 1.0), (TensorBytes(1, 1, 0),) * 3, ((1, 1),), 1)
+    found = solve(problem, flops_limit=3 * 10**9 - 1)
+    assert found is not None
+    assert found.step_flops == 2 * 10**9
+
+
+def test_segments_without_flops_are_computed_again_only_where_memory_needs_it() -> None:
+    costs = BackwardCosts(("a",), 10, ((frozenset([0]), 10),), (10,))
+    problem = Problem(costs, (1.0,), (TensorBytes(1, 1, 0),), ((50, 0), (40, 0)), 1)
+    for limit, again in ((None, ()), (200, ()), (60, (0,))):
+        found = solve(problem, memory_limit=limit)
+        assert found is not None
+        assert found.recomputed == again

@@ -36,6 +36,8 @@ def test_user_code_runs_unchanged_and_trains_the_model_itself(monkeypatch: pytes
     assert all(torch.equal(ours[name], value) for name, value in eager.items())
     assert opt.selected == {name for name, _ in model.named_parameters()}
     assert "GRAPHOPT_DISABLE" in str(opt.report)
+    assert opt.report.plan is not None
+    assert not opt.report.plan.contributions
     assert graphopt.MergeController(opt, every=1).after_step() is False
     [path] = opt.dump(tmp_path)
     assert "GRAPHOPT_DISABLE" in json.loads(path.read_text())["notes"][0]
