@@ -57,9 +57,9 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     limit = plan.memory
     assert limit is not None
     least = _foretold(plan, graph, limit)
-    if least <= limit.peak_bytes:
-        return plan
     profile = flop_profile(graph)
+    if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
+        return plan
     attempt = _Attempt(plan, graph, limit, least, profile, means)
     exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
     if exact is not None:
@@ -73,7 +73,7 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     smallest = attempt.smallest(make_problem(plan, graph, profile, attempt.importance, means.compress))
     if smallest is not None:
         peak = _foretold(smallest, graph, limit)
-        if peak <= limit.peak_bytes:
+        if peak <= limit.peak_bytes and _within_flops(smallest, graph, profile):
             return smallest
         least = min(least, peak)
     flops = "" if plan.budget.flops is None else f" and flops={plan.budget.flops}"
@@ -123,7 +123,7 @@ class _Attempt:
                 plan = self._plan(problem, allocation, train_all)
                 peak = _foretold(plan, self.graph, self.limit)
                 if peak <= self.limit.peak_bytes:
-                    return plan
+                    return plan if _within_flops(plan, self.graph, self.profile) else None
                 low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
             if not low < unseen < high:
                 unseen = (low + high) // 2
@@ -203,6 +203,14 @@ def planned(
 
 def _foretold(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
     return limit.peak_of(plan.rewrite(graph)[0], graph.batch_size)
+
+
+def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> bool:
+    """Whether the rewritten step keeps to the FLOPs: orders of adapters' products that save memory can cost more of them."""
+    if plan.budget.flops is None:
+        return True
+    reports = plan.rewrite(graph)[1]
+    return not reports or reports[-1].step_flops_after <= plan.budget.flops * profile.step
 
 
 def make_problem(
