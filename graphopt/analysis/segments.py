@@ -87,6 +87,7 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
             and not is_recomputed(n)
             and all(segment_of.get(u, index) == index for u in n.users)
         ]
+        inside = _whole_groups(inside)
         kept = {view_source(n) for n in inside if n in saved} & set(inside)
         found.append(
             Segment(
@@ -98,6 +99,17 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
             )
         )
     return tuple(found)
+
+
+def _whole_groups(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes without operators of several results of which one is kept, and without their results: the partitioner could not split
+    them."""
+    known = set(nodes)
+    apart = {n for n in nodes if isinstance(n.meta.get("val"), (tuple, list)) and not known.issuperset(n.users)}
+    for node in nodes:
+        if node.target is operator.getitem and (node.args[0] in apart or node.args[0] not in known):
+            apart.add(node)
+    return [n for n in nodes if n not in apart]
 
 
 def _without_tangents(graph: TrainingGraph) -> list[fx.Node]:

@@ -56,11 +56,13 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             zeros = torch.zeros(w.variable.shape, dtype=w.variable.dtype)
             self.moments[name] = Moments(zeros, zeros.clone())
         self._variables = variables
-        subspaces.claim(self._stepped(), self._transport)
+        own = weakref.ref(self)  # the subspaces must not keep alive an optimizer that its user has dropped, nor its hooks
+        self._changed = lambda *change: _living(own)._transport(*change)
+        subspaces.claim(self._stepped(), self._changed)
         self.offload: Offload | None = None
         handles = [w.register_post_accumulate_grad_hook(_Direct(subspaces, name)) for name, w in self._weights.items()]
         if subspaces.offload is not None:
-            own, order = weakref.ref(self), list(subspaces.names)[::-1]
+            order = list(subspaces.names)[::-1]
             updates_in_backward = subspaces.rewrite.schedule == "layerwise"
             self.offload = Offload(
                 {n: self._weights[n] for n in order}, lambda *a: _living(own).host_update(*a), updates_in_backward
@@ -98,7 +100,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             return
         self.inner.add_param_group(_with_variables(param_group, self._variables))
         self._check_options()
-        self.subspaces.claim(self._stepped(), self._transport)
+        self.subspaces.claim(self._stepped(), self._changed)
         if self.offload is not None:
             self.subspaces.take_offload(self.offload, self._stepped())
 

@@ -109,3 +109,30 @@ def test_what_a_custom_operator_returned_is_kept() -> None:
 def test_an_unknown_segment_is_refused() -> None:
     with pytest.raises(PassError, match="no segment 99"):
         run_pass(Recompute(), captured(Tower(), (torch.randn(4, 16),)), ["99"])
+
+
+class Normed(nn.Module):
+    """Operators of several results, whose statistics are kept or whose values pass a cut, partly frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 2, 1, stride=2, padding=1, bias=False)
+        self.batch, self.group, self.head = nn.BatchNorm2d(2), nn.GroupNorm(2, 2), nn.Linear(16, 3)
+        for frozen in (self.batch.bias, *self.group.parameters(), self.head.weight):
+            frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.softplus(self.group(nn.functional.silu(self.batch(self.first(x)))))
+        return self.head(x.flatten(1)).square().mean()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_operators_of_several_results_are_computed_again_as_a_whole_or_not_at_all(backend: str) -> None:
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(6, 2, 5, 1)
+    graph = captured(model, (x,))
+    for chosen in ([s.name for s in Recompute().applicable(graph)], *([s.name] for s in Recompute().applicable(graph))):
+        rewritten, _ = run_pass(Recompute(), graph, chosen)
+        assert step_memory(rewritten, backend).peak_bytes > 0
+    for check in check_pass(Recompute(), model, (x,), [s.name for s in Recompute().applicable(graph)]):
+        assert check.report.changes.changed

@@ -168,7 +168,9 @@ def test_the_verdict_is_renewed_when_the_model_changes(monkeypatch: pytest.Monke
     model.norm.train()
     model.zero_grad()
     warnings: list[str] = []
-    monkeypatch.setattr(logging.getLogger("graphopt"), "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(
+        logging.getLogger("graphopt.runtime.variants"), "warning", lambda text, *args: warnings.append(text % args)
+    )
     opt(x).backward()
     assert len(warnings) == 1
     assert "batch_norm" in warnings[0]

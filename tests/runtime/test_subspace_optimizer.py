@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from typing import Any
 
@@ -260,3 +261,21 @@ def test_it_is_a_torch_optimizer() -> None:
     closure_losses = []
     optimizer.step(lambda: closure_losses.append(1.0) or 1.0)
     assert closure_losses == [1.0]
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+def test_a_dropped_optimizer_leaves_gradients_alone_at_once(schedule: str) -> None:
+    """Not only when Python collects garbage: the model may be trained in another way by then."""
+    gc.disable()
+    try:
+        model, opt, optimizer = made(lsp={"schedule": schedule})
+        x, labels = data(1)[0]
+        opt(x.double(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del opt, optimizer
+        model.zero_grad()
+        model(x.double(), labels).backward()
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        gc.enable()
