@@ -39,7 +39,7 @@ from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, check_given, reachabl
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
-from graphopt.runtime.sampling import SamplingController
+from graphopt.runtime.sampling import IdleController, SamplingController
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import Variants
 
@@ -104,6 +104,8 @@ def optimize(
     for rewrite in plan.passes:
         if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None:
             opt.control(SamplingController(opt, rewrite, budget.variance))
+    if budget.variance is not None and opt.controller is None:  # the plan does without sampling
+        opt.control(IdleController())
     if verify:
         with _training_mode(model):
             difference = first_difference(model, variants, plan, args, kwargs, loss, opt.subspaces)

@@ -17,7 +17,7 @@ from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
 from graphopt.runtime.variants import CompiledStep, Variants
 
 if TYPE_CHECKING:
-    from graphopt.runtime.sampling import SamplingController
+    from graphopt.runtime.sampling import IdleController, SamplingController
     from graphopt.runtime.subspaces import Subspaces
 
 
@@ -129,7 +129,7 @@ def _sampling_lines(sampling: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _sampling(plan: Plan, graph: TrainingGraph, controller: SamplingController | None) -> dict[str, Any] | None:
+def _sampling(plan: Plan, graph: TrainingGraph, controller: SamplingController | IdleController | None) -> dict[str, Any] | None:
     samplers = [p for p in plan.passes if isinstance(p, Vcas)]
     if not samplers or plan.mixing:
         return None
@@ -169,7 +169,7 @@ def make_report(
     variants: Variants,
     step: CompiledStep | None,
     select_seconds: float,
-    controller: SamplingController | None = None,
+    controller: SamplingController | IdleController | None = None,
     subspaces: Subspaces | None = None,
     fallbacks: Sequence[str] = (),
     clock: StepClock | None = None,

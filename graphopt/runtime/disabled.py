@@ -23,6 +23,7 @@ from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
 from graphopt.runtime.module import OptimizedModule, Reselection
+from graphopt.runtime.sampling import IdleController
 from graphopt.runtime.variants import Variants
 
 VARIABLE = "GRAPHOPT_DISABLE"
@@ -32,17 +33,6 @@ VARIABLE = "GRAPHOPT_DISABLE"
 def switched_off() -> bool:
     """Whether the user has switched every optimisation off."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
-
-
-class IdleController:
-    """Stands for a `SamplingController` where nothing is sampled."""
-
-    history: tuple[Any, ...] = ()
-    seconds = 0.0
-    flops_saved = 0.0
-
-    def after_step(self, batch: Any) -> None:
-        """Do nothing."""
 
 
 class DisabledModule(OptimizedModule):

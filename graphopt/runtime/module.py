@@ -33,7 +33,7 @@ from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Variants
 
 if TYPE_CHECKING:
-    from graphopt.runtime.sampling import SamplingController
+    from graphopt.runtime.sampling import IdleController, SamplingController
 
 logger = logging.getLogger(__name__)
 
@@ -332,11 +332,11 @@ class OptimizedModule(nn.Module):
         return Reselection(False, math.nan, time.perf_counter() - start)
 
     @property
-    def controller(self) -> SamplingController | None:
+    def controller(self) -> SamplingController | IdleController | None:
         """Adapts the sampler under `Budget(variance=...)`; None where nothing is adapted."""
         return self.__dict__["_controller"]
 
-    def control(self, controller: SamplingController) -> None:
+    def control(self, controller: SamplingController | IdleController) -> None:
         """Have `controller` adapt this model's sampler."""
         self.__dict__["_controller"] = controller
 

@@ -103,6 +103,41 @@ class _State:
     calibrations: int
 
 
+class IdleController:
+    """Stands for a `SamplingController` where nothing is sampled, so that loops that are written for one run unchanged."""
+
+    def __init__(self) -> None:
+        self.counts = _Counts()
+
+    @property
+    def history(self) -> list[Adaptation]:
+        """Empty."""
+        return self.counts.history
+
+    @property
+    def seconds(self) -> float:
+        """None were spent."""
+        return 0.0
+
+    @property
+    def flops_saved(self) -> float:
+        """None were saved by sampling."""
+        return 0.0
+
+    def after_step(self, batch: Any) -> None:
+        """Do nothing."""
+
+    def snapshot(self) -> Any:
+        """See `Stateful`: there is nothing to keep."""
+        return {}
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        if snapshot != {}:
+            raise InputError("it was saved while rows were sampled, and this plan samples none: use the same passes.")
+        return lambda: None
+
+
 class SamplingController:
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 

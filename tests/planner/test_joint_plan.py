@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,3 +189,19 @@ def test_recompute_by_name_needs_a_limit_or_segments() -> None:
         graphopt.optimize(model, (x,), passes=["recompute"], backend="aot_eager")
     opt = graphopt.optimize(model, (x,), passes=[Recompute(segments=())], backend="aot_eager")
     opt(x).backward()
+
+
+def test_where_the_selection_keeps_to_the_flops_nothing_is_sampled_and_loops_run_unchanged(tmp_path: Path) -> None:
+    model, x = tower(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(flops=0.7, variance=0.025), backend="aot_eager", optimizer=optimizer)
+    opt(x).backward()
+    optimizer.step()
+    assert opt.controller is not None
+    assert opt.controller.after_step((x,)) is None
+    assert opt.report.plan is not None
+    assert "vcas" in opt.report.plan.not_needed
+    assert opt.report.plan.remaining["variance"] == {"limit": 0.025, "used": 0.0, "left": 0.025}
+    assert opt.report.flops_ratio <= 0.7
+    opt.save_state(tmp_path / "state")
+    opt.load_state(tmp_path / "state")
