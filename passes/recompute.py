@@ -18,6 +18,7 @@ from graphopt.analysis.segments import find_segments
 from graphopt.compat import recompute_mark
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
+from graphopt.rewriting import simplify_sizes
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,12 @@ class Recompute:
         unknown = sorted(set(decisions) - set(segments))
         if unknown:
             raise PassError(f"the forward has no segment {', '.join(unknown)}: it has {', '.join(segments)}.")
+        simplify_sizes(graph.graph)  # no size is read off a tensor that is no longer there
         taken = max((int(n.meta.get("ac_graph_id") or 0) for n in graph.graph.nodes), default=0)
         for name in decisions:
             index, segment = segments[name]
             for node in segment.nodes:
                 node.meta.update(recompute_mark(taken + index))
+        graph.eliminate_dead_code()
         left = {name: "kept for the backward" for name, (_, s) in segments.items() if name not in decisions and s.saved_bytes}
         return Changes(tuple(name for name in segments if name in decisions), left)

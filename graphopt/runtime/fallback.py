@@ -33,11 +33,13 @@ class Fallback:
 
     Attributes:
         notes: every cause so far and what stood in, for the report.
+        model_runs: how often the model itself stood in.
     """
 
     def __init__(self, variants: Variants) -> None:
         self.variants = variants
         self.notes: list[str] = []
+        self.model_runs = 0
         self._failed: dict[Hashable, str] = {}
         self._just_failed: dict[Hashable, str] = {}
         self._hooks: list[Any] = []
@@ -69,6 +71,7 @@ class Fallback:
         self._drop_unselected(opt)
         output = opt.__dict__["_model"](*args, **kwargs)
         self._tell("the model itself, uncompiled,")
+        self.model_runs += 1
         return output
 
     def note(self, text: str) -> None:

@@ -463,6 +463,11 @@ class OptimizedModule(nn.Module):
         )
 
     @property
+    def model_runs(self) -> int:
+        """Training steps so far in which the model itself stood in, because none could be compiled."""
+        return self._fallback.model_runs
+
+    @property
     def last_step(self) -> CompiledStep | None:
         """The compiled step that ran last; None before the first."""
         return self._last_step

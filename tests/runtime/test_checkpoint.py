@@ -315,7 +315,8 @@ def test_projectors_that_wait_for_the_end_of_a_step_are_kept() -> None:
     subspaces = trained("lsp").opt.subspaces
     assert subspaces is not None
     weight, before = subspaces.weights["second.0.weight"], subspaces.snapshot()
-    weight.next, weight.skipped = subspaces._drawn(weight.shape, torch.device("cpu"), torch.float32), 3
+    drawn, size = subspaces._drawn(weight.shape, torch.device("cpu"), torch.float32), subspaces.rewrite.subspace
+    weight.next, weight.skipped = (drawn, torch.rand(size, size)), 3
     waiting = copy.deepcopy(subspaces.snapshot())
     subspaces.prepare(before)()
     assert (weight.next, weight.skipped) == (None, 0)
