@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from graphopt.errors import InputError
-from graphopt.runtime.module import OptimizedModule, Reselection
+from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.plain_values import from_plain, to_plain
+from graphopt.runtime.reselection import Reselection
 
 
 @dataclass(frozen=True)

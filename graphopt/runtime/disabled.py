@@ -22,7 +22,8 @@ from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
-from graphopt.runtime.module import OptimizedModule, Reselection
+from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.reselection import Reselection
 from graphopt.runtime.sampling import IdleController
 from graphopt.runtime.variants import Variants
 

@@ -69,7 +69,7 @@ class Fallback:
     def run_model(self, opt: OptimizedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model itself; if that fails, too, the error is the model's own, and nothing is held against the compiler."""
         self._drop_unselected(opt)
-        output = opt.__dict__["_model"](*args, **kwargs)
+        output = self.variants.model(*args, **kwargs)
         self._tell("the model itself, uncompiled,")
         self.model_runs += 1
         return output

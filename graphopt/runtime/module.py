@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import os
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +13,16 @@ from torch import Tensor, nn
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
 from graphopt.capture import FlatInputs, as_call
-from graphopt.errors import BudgetError, GraphoptError, ImportanceError, InputError, PassError
+from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import RunLora, Vcas
+from graphopt.passes import RunLora
 from graphopt.planner.contraction import merge_errors
-from graphopt.planner.importance import measure_importance
-from graphopt.planner.joint_plan import Means, within_memory
-from graphopt.planner.plan import Plan, Ratios, reachable, select_tensors
+from graphopt.planner.plan import Plan, Ratios
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
-from graphopt.runtime.fallback import Fallback, first_line
+from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
@@ -35,27 +31,10 @@ from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Var
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import IdleController, SamplingController
 
-logger = logging.getLogger(__name__)
-
 _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Reselection:
-    """What `OptimizedModule.reselect` did.
-
-    Attributes:
-        changed: a new selection is in force.
-        gain: importance of the new selection over the current one's, as a fraction of the new.
-        seconds: measuring importance and selecting.
-    """
-
-    changed: bool
-    gain: float
-    seconds: float
 
 
 class OptimizedModule(nn.Module):
@@ -269,67 +248,14 @@ class OptimizedModule(nn.Module):
             Whether it changed. A NaN or infinite importance, a batch that cannot be traced and too little memory keep the
             selection and warn.
         """
-        start = time.perf_counter()
         if isinstance(optimizer, SubspaceOptimizer):
             optimizer = None  # it steps compressed gradients, by which tensors are not rated
-        args, kwargs = as_call(batch)
-        budget = self._plan.budget
-        if self._plan.selection is None or budget.flops is None:
-            return Reselection(False, 0.0, time.perf_counter() - start)
-        try:
-            graph = self._variants.captured(args, kwargs)
-            profile = self.flops if graph is self._graph else flop_profile(graph)
-            names = reachable(profile, budget)
-        except InputError:
-            raise
-        except Exception as error:
-            return self._kept_selection(error, start)
-        try:
-            importance = measure_importance(self._model, args, kwargs, names, optimizer, self._loss)
-        except (ImportanceError, torch.OutOfMemoryError) as error:
-            return self._kept_selection(error, start)
-        selection = select_tensors(profile, importance, budget)
-        seconds = time.perf_counter() - start
-        if not selection.names:
-            logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
-            return Reselection(False, 0.0, seconds)
-        current = self.selected
-        known = set(profile.order)
-        current_value = sum(importance.values.get(name, 0.0) for name in current)
-        within = current <= known and profile.forward + profile.cost(current) <= budget.flops * profile.step
-        gain = (selection.value - current_value) / abs(selection.value) if selection.value else 0.0
-        self.__dict__["_select_seconds"] += seconds
-        if within and (gain <= tolerance or set(selection.names) == current):
-            return Reselection(False, gain, seconds)
-        plan = replace(self._plan, train=frozenset(selection.names), selection=selection, importance=importance, recompute=())
-        try:
-            if plan.memory is not None:
-                plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
-                value = sum(importance.values.get(name, 0.0) for name in plan.train or known)
-                gain = (value - current_value) / abs(value) if value else 0.0
-                if within and graph is self._graph and (gain <= tolerance or plan.key == self._plan.key):
-                    return Reselection(False, gain, seconds)
-            plan = self._resampled(plan, graph, args, kwargs)
-            plan.rewrite(graph, self._variants.batch_size(args, kwargs))
-        except (PassError, BudgetError) as error:
-            logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
-            return Reselection(False, gain, seconds)
-        self._install(plan, graph, profile)
-        return Reselection(True, gain, seconds)
-
-    def _resampled(self, plan: Plan, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        """The plan of another selection, which has other boundaries: ratios that were measured for the last one no longer hold.
-
-        Until the next calibration every row is kept.
-        """
-        if not any(isinstance(p, Vcas) for p in plan.passes):
-            return plan
-        mixing = self._variants.mixing(plan, args, kwargs) if graph.symbolic else plan.mixing
-        return replace(plan, ratios=(), mixing=mixing)
-
-    def _kept_selection(self, error: Exception, start: float) -> Reselection:
-        logger.warning("keeping the last selection: %s", first_line(error))
-        return Reselection(False, math.nan, time.perf_counter() - start)
+        now = InForce(self._model, self._variants, self._plan, self.selected, self._graph, self.flops, self._loss)
+        outcome, new = select_anew(now, batch, optimizer, tolerance)
+        self.__dict__["_select_seconds"] += outcome.seconds
+        if new is not None:
+            self._install(new.plan, new.graph, new.profile)
+        return outcome
 
     @property
     def controller(self) -> SamplingController | IdleController | None:

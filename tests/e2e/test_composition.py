@@ -52,7 +52,7 @@ def prefer_others(opt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         found = measure_importance(*arguments)
         return replace(found, values={n: 1e-3 if n in current else 1.0 for n in found.values})
 
-    monkeypatch.setattr("graphopt.runtime.module.measure_importance", measured)
+    monkeypatch.setattr("graphopt.runtime.reselection.measure_importance", measured)
 
 
 @pytest.mark.parametrize(("name", "flops"), [("bert", 0.8), ("lora", 0.8)])

@@ -441,7 +441,7 @@ def test_a_selection_that_runs_out_of_memory_is_kept(monkeypatch: pytest.MonkeyP
     def no_room(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("graphopt.runtime.module.measure_importance", no_room)
+    monkeypatch.setattr("graphopt.runtime.reselection.measure_importance", no_room)
     with warnings_of() as texts:
         assert not opt.reselect(inputs).changed
     assert opt.selected == before

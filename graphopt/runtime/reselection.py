@@ -1,0 +1,143 @@
+"""Selecting tensors anew while a model trains (GreenTrainer does so every epoch; see `OptimizedModule.reselect`)."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.capture import as_call
+from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
+from graphopt.graph import TrainingGraph
+from graphopt.loss import LossFunction
+from graphopt.passes import Vcas
+from graphopt.planner.importance import measure_importance
+from graphopt.planner.joint_plan import Means, within_memory
+from graphopt.planner.plan import Plan, reachable, select_tensors
+from graphopt.runtime.fallback import first_line
+from graphopt.runtime.variants import Variants
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reselection:
+    """What `OptimizedModule.reselect` did.
+
+    Attributes:
+        changed: a new selection is in force.
+        gain: importance of the new selection over the current one's, as a fraction of the new; NaN where it was not measured.
+        seconds: measuring importance and selecting.
+    """
+
+    changed: bool
+    gain: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NewPlan:
+    """A plan to put in force, and the captured graph with its profile that it was made on."""
+
+    plan: Plan
+    graph: TrainingGraph
+    profile: FlopProfile
+
+
+@dataclass(frozen=True)
+class InForce:
+    """What a model is trained by now.
+
+    Attributes:
+        selected: names of the parameters that are trained.
+        graph, profile: that `plan` was made on.
+    """
+
+    model: nn.Module
+    variants: Variants
+    plan: Plan
+    selected: frozenset[str]
+    graph: TrainingGraph
+    profile: FlopProfile
+    loss: LossFunction | None
+
+
+def select_anew(
+    now: InForce, batch: Any, optimizer: torch.optim.Optimizer | None, tolerance: float
+) -> tuple[Reselection, NewPlan | None]:
+    """Measure importance on `batch` and select; nothing is changed yet.
+
+    Args:
+        batch, optimizer, tolerance: see `OptimizedModule.reselect`.
+    Returns:
+        The outcome, and what to put in force where it changed.
+    Raises:
+        InputError: the batch is not one that the model could be called with.
+    """
+    start = time.perf_counter()
+    args, kwargs = as_call(batch)
+    budget = now.plan.budget
+    if now.plan.selection is None or budget.flops is None:
+        return Reselection(False, 0.0, time.perf_counter() - start), None
+    try:
+        graph = now.variants.captured(args, kwargs)
+        profile = now.profile if graph is now.graph else flop_profile(graph)
+        names = reachable(profile, budget)
+    except InputError:
+        raise
+    except Exception as error:  # training never dies of an optimisation
+        return _kept(error, start)
+    try:
+        importance = measure_importance(now.model, args, kwargs, names, optimizer, now.loss)
+    except (ImportanceError, torch.OutOfMemoryError) as error:
+        return _kept(error, start)
+    selection = select_tensors(profile, importance, budget)
+    seconds = time.perf_counter() - start
+    if not selection.names:
+        logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
+        return Reselection(False, 0.0, seconds), None
+    known = frozenset(profile.order)
+    current = sum(importance.values.get(name, 0.0) for name in now.selected)
+    within = now.selected <= known and profile.forward + profile.cost(now.selected) <= budget.flops * profile.step
+    gain = _gain(selection.value, current)
+    if within and (gain <= tolerance or frozenset(selection.names) == now.selected):
+        return Reselection(False, gain, seconds), None
+    plan = replace(now.plan, train=frozenset(selection.names), selection=selection, importance=importance, recompute=())
+    try:
+        if plan.memory is not None:
+            plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
+            gain = _gain(sum(importance.values.get(name, 0.0) for name in plan.train or known), current)
+            if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
+                return Reselection(False, gain, seconds), None
+        plan = _unsampled(plan, now.variants, graph, args, kwargs)
+        plan.rewrite(graph, now.variants.batch_size(args, kwargs))
+    except (PassError, BudgetError) as error:
+        logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
+        return Reselection(False, gain, seconds), None
+    return Reselection(True, gain, seconds), NewPlan(plan, graph, profile)
+
+
+def _gain(value: float, current: float) -> float:
+    return (value - current) / abs(value) if value else 0.0
+
+
+def _unsampled(plan: Plan, variants: Variants, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan of another selection, which has other boundaries: ratios that were measured for the last one no longer hold.
+
+    Until the next calibration every row is kept.
+    """
+    if not any(isinstance(p, Vcas) for p in plan.passes):
+        return plan
+    mixing = variants.mixing(plan, args, kwargs) if graph.symbolic else plan.mixing
+    return replace(plan, ratios=(), mixing=mixing)
+
+
+def _kept(error: Exception, start: float) -> tuple[Reselection, None]:
+    logger.warning("keeping the last selection: %s", first_line(error))
+    return Reselection(False, math.nan, time.perf_counter() - start), None
