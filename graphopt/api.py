@@ -28,7 +28,7 @@ from graphopt.errors import ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Pass, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import Importance, measure_importance
 from graphopt.planner.joint_plan import Means, default_compression, within_memory
@@ -142,12 +142,7 @@ def make_plan(
     limit = MemoryLimit.of(budget, backend, optimizer)
     plan = Plan(budget, passes, imprecise=imprecise, memory=limit, not_needed=left_out)
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
-    if plan.memory is None:
-        return plan
     freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
-    if not freeze and not any(isinstance(p, Recompute) and p.segments is None for p in passes):
-        plan.check_memory(graph)
-        return plan
 
     def rate() -> Importance:
         return measure_importance(model, args, kwargs, flop_profile(graph).order, optimizer, loss)

@@ -103,6 +103,7 @@ class _Region(nn.Module):
     def compile_for(self, arguments: tuple[Any, ...], budget: Budget, passes: Any, backend: Any) -> Callable[..., Any]:
         """Plan and compile for these argument shapes."""
         from graphopt.api import make_plan
+        from graphopt.planner.joint_plan import Means, within_memory
         from graphopt.runtime.variants import Variants
 
         variants = Variants(self, None, backend, straight_line=True)
@@ -115,9 +116,9 @@ class _Region(nn.Module):
             plan = Plan(
                 budget, passes, trained, imprecise=merge_errors(graph, parameters), memory=MemoryLimit.of(budget, backend)
             )
+            plan = within_memory(plan, graph, Means())
         else:
             plan = make_plan(self, arguments, {}, graph, budget, passes, None, None, backend)
-        plan.check_memory(graph)
         for name in known:
             _TRAINED[parameters[name]] = (budget, plan.train is None or name in plan.train)
 

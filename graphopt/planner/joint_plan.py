@@ -45,27 +45,32 @@ class Means:
     compress: Lsp | None = None
 
 
-def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable[[], Importance]) -> Plan:
-    """A plan whose step stays within `plan.memory`, as near to the given one as that allows.
+def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable[[], Importance] | None = None) -> Plan:
+    """A plan whose step stays within `plan.memory`, as near to the given one as that allows; the given one without a limit.
 
     Args:
-        rate: measures importance; called where exact means do not do, or FLOPs are limited.
+        rate: measures importance; called where exact means do not do and `means` allow others.
     Raises:
         BudgetError: no plan does; states the smallest feasible memory.
         ImportanceError: see `measure_importance`.
     """
     limit = plan.memory
-    assert limit is not None
+    if limit is None:
+        return plan
     least = _foretold(plan, graph, limit)
     profile = flop_profile(graph)
     if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
         return plan
     attempt = _Attempt(plan, graph, limit, least, profile, means)
+    if not attempt.may_do_anything:
+        raise _too_little(plan, graph, limit, least)
     exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
     if exact is not None:
         return exact
-    if means.freeze or means.compress is not None or plan.selection is not None:
-        importance = plan.importance or rate()
+    importance = plan.importance
+    if importance is None and rate is not None and (means.freeze or means.compress is not None):
+        importance = rate()
+    if importance is not None:
         attempt = replace(attempt, importance=importance)
         found = attempt.search(make_problem(plan, graph, profile, importance, means.compress))
         if found is not None:
@@ -76,10 +81,15 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
         if peak <= limit.peak_bytes and _within_flops(smallest, graph, profile):
             return smallest
         least = min(least, peak)
+    raise _too_little(plan, graph, limit, least)
+
+
+def _too_little(plan: Plan, graph: TrainingGraph, limit: MemoryLimit, least: int) -> BudgetError:
     flops = "" if plan.budget.flops is None else f" and flops={plan.budget.flops}"
-    raise BudgetError(
+    recompute = "" if any(isinstance(p, Recompute) for p in plan.passes) else ", or add 'recompute' to passes"
+    return BudgetError(
         f"memory={limit.peak_bytes:,} bytes is less than a step needs with a batch of {graph.batch_size} ({limit.backend}, "
-        f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch."
+        f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch{recompute}."
     )
 
 
@@ -155,6 +165,11 @@ class _Attempt:
         return planned(self.plan, self.graph, problem, allocation, importance, compress, keep_selection)
 
     @property
+    def may_do_anything(self) -> bool:
+        """Whether there is any choice."""
+        return self._may_recompute or self.means.freeze or self.means.compress is not None
+
+    @property
     def _may_recompute(self) -> bool:
         return any(isinstance(p, Recompute) and p.segments is None for p in self.plan.passes)
 
@@ -186,7 +201,7 @@ def planned(
     if keep_selection:
         return plan.with_passes(passes)
     trained = tuple(names[k] for k in allocation.train)
-    if len(trained) < len(names):
+    if len(trained) < len(names) or plan.train is not None:
         if not any(isinstance(p, GreenTrainer) for p in passes):
             passes.append(GreenTrainer())
         value = sum(problem.importance[k] for k in allocation.train)

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds, milp
 
 from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.rows import Rows
 
 
 def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, time_limit: float) -> tuple[list[int], float]:
@@ -38,34 +38,18 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
             merged[mask & wanted] = merged.get(mask & wanted, 0) + flops
     masks = sorted(merged, key=int.bit_count)
     n, m = len(candidates), len(masks)
-    rows: list[int] = []
-    columns: list[int] = []
-    entries: list[float] = []
-    count = 0
-
-    def require(high: int, low: int) -> None:  # high >= low
-        nonlocal count
-        rows.extend((count, count))
-        columns.extend((high, low))
-        entries.extend((1.0, -1.0))
-        count += 1
-
-    for k, i in enumerate(candidates):
-        for c in smallest_above(masks, 1 << i, 0):
-            require(n + c, k)
-    for d, mask in enumerate(masks):
-        for c in smallest_above(masks, mask, d + 1):
-            require(n + c, n + d)
+    rows = Rows(n + m)
+    needed_by, needed_with = activities(masks, candidates)
+    for k, c in needed_by:
+        rows.at_least({n + c: 1.0, k: -1.0}, 0.0)
+    for d, c in needed_with:
+        rows.at_least({n + c: 1.0, n + d: -1.0}, 0.0)
     scale = float(max(limit, 1))
-    budget = coo_array(([merged[mask] / scale for mask in masks], ([0] * m, [n + c for c in range(m)])), shape=(1, n + m))
-    constraints = [LinearConstraint(budget.tocsr(), -np.inf, limit / scale)]
-    if count:
-        matrix = coo_array((entries, (rows, columns)), shape=(count, n + m)).tocsr()
-        constraints.append(LinearConstraint(matrix, 0.0, np.inf))
+    rows.at_most({n + c: merged[mask] / scale for c, mask in enumerate(masks)}, limit / scale)
     with quiet():
         result = milp(
             c=np.concatenate([-np.asarray([importance[i] for i in candidates], dtype=float), np.zeros(m)]),
-            constraints=constraints,
+            constraints=rows.constraints(),
             integrality=np.concatenate([np.ones(n), np.zeros(m)]),
             bounds=Bounds(0.0, 1.0),
             options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
@@ -94,7 +78,22 @@ def quiet() -> Iterator[None]:
         os.close(null)
 
 
-def smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:
+def activities(masks: Sequence[int], tensors: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Which classes of backward nodes run with which tensors and with which other classes.
+
+    Args:
+        masks: tensors that each class serves, as bits, sorted by how many.
+        tensors: bits of the tensors to look at.
+    Returns:
+        (position in `tensors`, position of a class that it needs), and (class, class that runs whenever it does): only the
+        smallest classes above each, from which the others follow.
+    """
+    by_tensor = [(k, c) for k, i in enumerate(tensors) for c in _smallest_above(masks, 1 << i, 0)]
+    by_class = [(d, c) for d, mask in enumerate(masks) for c in _smallest_above(masks, mask, d + 1)]
+    return by_tensor, by_class
+
+
+def _smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:
     """Positions of the classes that contain `mask` and no smaller such class; `masks` are sorted by size."""
     found: list[int] = []
     for c in range(start, len(masks)):

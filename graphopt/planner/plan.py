@@ -259,22 +259,6 @@ class Plan:
             return choose(0.0)
         return orders_within(self.memory, graph, batch_size, choose)
 
-    def check_memory(self, graph: TrainingGraph) -> None:
-        """Foretell the peak of a step at the captured batch size.
-
-        Raises:
-            BudgetError: it exceeds the budget; states the smallest feasible one.
-        """
-        if self.memory is None:
-            return
-        peak = self.memory.peak_of(self.rewrite(graph)[0], graph.batch_size)
-        if peak > self.memory.peak_bytes:
-            raise BudgetError(
-                f"memory={self.memory.peak_bytes:,} bytes is less than a step needs with a batch of {graph.batch_size} "
-                f"({self.memory.backend}, optimizer state included). Smallest feasible with these passes: {peak:,}. Use a "
-                "smaller batch or activation checkpointing."
-            )
-
 
 def check_given(train: Sequence[str], graph: TrainingGraph, budget: Budget) -> None:
     """See that the model has the tensors that the user wants trained, and that training them is within the budget's FLOPs.

@@ -7,14 +7,14 @@ them again. Maximise importance within FLOPs and bytes at once; among equals, th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
+from scipy.optimize import Bounds, milp
 
 from graphopt.planner.costs import BackwardCosts
-from graphopt.planner.milp import quiet, smallest_above
+from graphopt.planner.milp import activities, quiet
+from graphopt.planner.rows import Rows
 
 FEWER_FLOPS = 1e-4
 """Importance, as a part of all, that a full step's FLOPs are worth: it decides among equals."""
@@ -127,75 +127,34 @@ def solve(
     Returns:
         None if there is no choice that trains anything, or none was found in time.
     """
-    costs, tensors, segments = problem.costs, problem.tensors, problem.segments
-    count = len(tensors)
+    costs = problem.costs
     masks = sorted({mask for mask, _ in costs.masks}, key=int.bit_count)
-    class_flops: dict[int, int] = dict.fromkeys(masks, 0)
-    for mask, flops in costs.masks:
-        class_flops[mask] += flops
-    m, s = len(masks), len(segments)
-    x, c, r = 0, count, 2 * count
-    a, w, y = r + s, r + 2 * s, r + 3 * s
-    peak = y + m
-    rows = _Rows(peak + 1)
-    for k, tensor in enumerate(tensors):
-        rows.at_least({x + k: 1.0, c + k: -1.0}, 0.0)
-        rows.at_least({a + tensor.segment: 1.0, x + k: -1.0}, 0.0)
-        for position in smallest_above(masks, 1 << k, 0):
-            rows.at_least({y + position: 1.0, x + k: -1.0}, 0.0)
-    for low, mask in enumerate(masks):
-        for high in smallest_above(masks, mask, low + 1):
-            rows.at_least({y + high: 1.0, y + low: -1.0}, 0.0)
-    for i in range(s):
-        rows.at_least({w + i: 1.0, r + i: 1.0, a + i: -1.0}, 0.0)
-        if i:
-            rows.at_least({a + i: 1.0, a + i - 1: -1.0}, 0.0)
-    rows.at_least(dict.fromkeys(range(x, x + count), 1.0), 1.0)
-
+    at = _Positions(len(problem.tensors), len(problem.segments), len(masks))
+    rows = _structure(problem, at, masks)
+    step = _step_flops(problem, at, masks)
     full = float(max(costs.step_flops, 1))
-    step: dict[int, float] = {y + i: class_flops[mask] / full for i, mask in enumerate(masks)}
-    step |= {r + i: flops / full for i, (_, flops) in enumerate(segments)}
-    step |= {c + k: t.compressed_flops / full for k, t in enumerate(tensors)}
     if flops_limit is not None:
         rows.at_most(step, (flops_limit - costs.forward_flops) / full)
     unit = float(max(memory_limit or problem.fixed_bytes, 1))
     if memory_limit is not None or smallest_memory:
-        for moment in _moments(problem, x, c, a, w):
+        for moment in _moments(problem, at):
             entries = {v: size / unit for v, size in moment.items()}
-            limit = ((memory_limit or 0) - problem.fixed_bytes) / unit
-            rows.at_most({**entries, peak: -1.0} if smallest_memory else entries, 0.0 if smallest_memory else limit)
-
-    upper = np.ones(peak + 1)
-    upper[peak] = np.inf
-    for k, tensor in enumerate(tensors):
-        if tensor.compressed is None or not may_compress:
-            upper[c + k] = 0.0
-    if not may_recompute:
-        upper[r : r + s] = 0.0
-    lower = np.zeros(peak + 1)
-    for k, value in enumerate(problem.importance):
-        if train_all and value > 0:
-            lower[x + k] = 1.0
-        elif train_all or (not smallest_memory and value <= 0):
-            upper[x + k] = 0.0
-    objective = np.zeros(peak + 1)
-    total = sum(problem.importance) or 1.0
-    for k, value in enumerate(problem.importance):
-        objective[x + k] -= value / total
-        objective[c + k] += (1 - problem.kept_value) * value / total
-    for v, part in step.items():
-        objective[v] += FEWER_FLOPS * part
+            if smallest_memory:
+                rows.at_most({**entries, at.peak: -1.0}, 0.0)
+            else:
+                rows.at_most(entries, ((memory_limit or 0) - problem.fixed_bytes) / unit)
+    objective = _objective(problem, at, step)
     if smallest_memory:
         objective *= FEWER_FLOPS
-        objective[peak] = 1.0
-    integral = np.zeros(peak + 1)
-    integral[: r + s] = 1
+        objective[at.peak] = 1.0
+    integral = np.zeros(at.peak + 1)
+    integral[: at.needed] = 1
     with quiet():
         result = milp(
             c=objective,
             constraints=rows.constraints(),
             integrality=integral,
-            bounds=Bounds(lower, upper),
+            bounds=_bounds(problem, at, train_all, may_compress, may_recompute, smallest_memory),
             options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
         )
     if result.x is None:
@@ -204,7 +163,8 @@ def solve(
     def chosen(start: int, size: int) -> tuple[int, ...]:
         return tuple(i for i in range(size) if result.x[start + i] > 0.5)
 
-    train, compressed, recomputed = chosen(x, count), chosen(c, count), chosen(r, s)
+    train, compressed = chosen(at.trained, at.tensors), chosen(at.compressed, at.tensors)
+    recomputed = chosen(at.recomputed, at.segments)
     most = evaluate(problem, train, compressed, recomputed)[1] if smallest_memory else memory_limit
     recomputed = _needed(problem, train, compressed, recomputed, most)
     step_flops, peak_bytes = evaluate(problem, train, compressed, recomputed)
@@ -223,6 +183,107 @@ def solve(
     return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap)
 
 
+@dataclass(frozen=True)
+class _Positions:
+    """Where each kind of variable begins, see `solve`: x, c and r (binary), then a, w and y, then the peak."""
+
+    tensors: int
+    segments: int
+    classes: int
+
+    trained = 0
+
+    @property
+    def compressed(self) -> int:
+        """Of c."""
+        return self.tensors
+
+    @property
+    def recomputed(self) -> int:
+        """Of r."""
+        return 2 * self.tensors
+
+    @property
+    def needed(self) -> int:
+        """Of a; the variables before it are binary."""
+        return self.recomputed + self.segments
+
+    @property
+    def kept(self) -> int:
+        """Of w."""
+        return self.needed + self.segments
+
+    @property
+    def running(self) -> int:
+        """Of y."""
+        return self.kept + self.segments
+
+    @property
+    def peak(self) -> int:
+        """Of the largest sum of bytes."""
+        return self.running + self.classes
+
+
+def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
+    """What needs what, whatever the limits; something is trained."""
+    rows = Rows(at.peak + 1)
+    needed_by, needed_with = activities(masks, range(at.tensors))
+    for k, tensor in enumerate(problem.tensors):
+        rows.at_least({at.trained + k: 1.0, at.compressed + k: -1.0}, 0.0)
+        rows.at_least({at.needed + tensor.segment: 1.0, at.trained + k: -1.0}, 0.0)
+    for k, position in needed_by:
+        rows.at_least({at.running + position: 1.0, at.trained + k: -1.0}, 0.0)
+    for low, high in needed_with:
+        rows.at_least({at.running + high: 1.0, at.running + low: -1.0}, 0.0)
+    for i in range(at.segments):
+        rows.at_least({at.kept + i: 1.0, at.recomputed + i: 1.0, at.needed + i: -1.0}, 0.0)
+        if i:
+            rows.at_least({at.needed + i: 1.0, at.needed + i - 1: -1.0}, 0.0)
+    rows.at_least(dict.fromkeys(range(at.trained, at.trained + at.tensors), 1.0), 1.0)
+    return rows
+
+
+def _step_flops(problem: Problem, at: _Positions, masks: Sequence[int]) -> dict[int, float]:
+    """FLOPs beyond the forward's by variable, as parts of a full step's."""
+    full = float(max(problem.costs.step_flops, 1))
+    by_class = dict.fromkeys(masks, 0)
+    for mask, flops in problem.costs.masks:
+        by_class[mask] += flops
+    step = {at.running + i: by_class[mask] / full for i, mask in enumerate(masks)}
+    step |= {at.recomputed + i: flops / full for i, (_, flops) in enumerate(problem.segments)}
+    return step | {at.compressed + k: t.compressed_flops / full for k, t in enumerate(problem.tensors)}
+
+
+def _objective(problem: Problem, at: _Positions, step: Mapping[int, float]) -> np.ndarray:
+    """What is minimised: importance that is lost, and then FLOPs."""
+    objective = np.zeros(at.peak + 1)
+    total = sum(problem.importance) or 1.0
+    for k, value in enumerate(problem.importance):
+        objective[at.trained + k] -= value / total
+        objective[at.compressed + k] += (1 - problem.kept_value) * value / total
+    for v, part in step.items():
+        objective[v] += FEWER_FLOPS * part
+    return objective
+
+
+def _bounds(
+    problem: Problem, at: _Positions, train_all: bool, may_compress: bool, may_recompute: bool, smallest_memory: bool
+) -> Bounds:
+    """What is decided beforehand; see `solve`."""
+    lower, upper = np.zeros(at.peak + 1), np.ones(at.peak + 1)
+    upper[at.peak] = np.inf
+    for k, (tensor, value) in enumerate(zip(problem.tensors, problem.importance, strict=True)):
+        if tensor.compressed is None or not may_compress:
+            upper[at.compressed + k] = 0.0
+        if train_all and value > 0:
+            lower[at.trained + k] = 1.0
+        elif train_all or (not smallest_memory and value <= 0):
+            upper[at.trained + k] = 0.0
+    if not may_recompute:
+        upper[at.recomputed : at.recomputed + at.segments] = 0.0
+    return Bounds(lower, upper)
+
+
 def _needed(
     problem: Problem, train: tuple[int, ...], compressed: tuple[int, ...], recomputed: tuple[int, ...], most: int | None
 ) -> tuple[int, ...]:
@@ -234,56 +295,19 @@ def _needed(
     return recomputed
 
 
-def _moments(problem: Problem, x: int, c: int, a: int, w: int) -> Iterable[dict[int, float]]:
+def _moments(problem: Problem, at: _Positions) -> Iterable[dict[int, float]]:
     """Bytes beyond the fixed ones at every moment, by variable."""
     base: dict[int, float] = {}
     for k, tensor in enumerate(problem.tensors):
-        base[x + k] = tensor.state
-        base[c + k] = (tensor.compressed or 0) - tensor.state
-    for j in range(len(problem.segments)):
+        base[at.trained + k] = tensor.state
+        base[at.compressed + k] = (tensor.compressed or 0) - tensor.state
+    for j in range(at.segments + 1):  # the last is the optimizer's step
         moment = dict(base)
-        _add_gradients(moment, ((k, t) for k, t in enumerate(problem.tensors) if t.segment >= j), x, c)
-        moment |= {w + i: problem.segments[i][0] for i in range(j)}
-        moment[a + j] = problem.segments[j][0]
+        for k, tensor in enumerate(problem.tensors):
+            if tensor.segment >= j or j == at.segments:
+                moment[at.trained + k] += tensor.gradient
+                moment[at.compressed + k] -= tensor.gradient
+        if j < at.segments:
+            moment |= {at.kept + i: problem.segments[i][0] for i in range(j)}
+            moment[at.needed + j] = problem.segments[j][0]
         yield moment
-    moment = dict(base)
-    _add_gradients(moment, enumerate(problem.tensors), x, c)
-    yield moment
-
-
-def _add_gradients(moment: dict[int, float], tensors: Iterable[tuple[int, TensorBytes]], x: int, c: int) -> None:
-    for k, tensor in tensors:
-        moment[x + k] += tensor.gradient
-        moment[c + k] -= tensor.gradient
-
-
-@dataclass
-class _Rows:
-    """Linear constraints, row by row."""
-
-    width: int
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    entries: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-
-    def at_least(self, entries: Mapping[int, float], bound: float) -> None:
-        """Sum of entries >= bound."""
-        self._add(entries, bound, np.inf)
-
-    def at_most(self, entries: Mapping[int, float], bound: float) -> None:
-        """Sum of entries <= bound."""
-        self._add(entries, -np.inf, bound)
-
-    def _add(self, entries: Mapping[int, float], low: float, high: float) -> None:
-        self.rows.extend([len(self.low)] * len(entries))
-        self.columns.extend(entries)
-        self.entries.extend(entries.values())
-        self.low.append(low)
-        self.high.append(high)
-
-    def constraints(self) -> Sequence[LinearConstraint]:
-        """All of them."""
-        matrix = coo_array((self.entries, (self.rows, self.columns)), shape=(len(self.low), self.width)).tocsr()
-        return [LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))]

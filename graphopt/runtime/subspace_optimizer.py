@@ -161,10 +161,8 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         """Host updates of all compressed gradients, None where one is not finite; nothing is changed yet."""
         if self.offload is not None:
             found: dict[str, HostUpdate | None] = self.offload.results(gradients)
-            for name, update in found.items():  # moments or betas may have changed between backward and step
-                if update is not None and (
-                    update.before[0] is not self.moments[name] or update.before[1:] != self._options(name)
-                ):
+            for name, update in found.items():
+                if update is not None and self._outdated(name, update):
                     found[name] = self.host_update(name, gradients[name].to("cpu"))
             return found
         updates = {}
