@@ -55,6 +55,16 @@ def prefer_others(opt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.runtime.reselection.measure_importance", measured)
 
 
+def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -> None:
+    """Two calibrations long."""
+    for step in range(steps):
+        opt(**data[step % 2]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        opt.controller.after_step(data[step % 2])
+    assert opt.sample_ratios
+
+
 @pytest.mark.parametrize(("name", "flops"), [("bert", 0.8), ("lora", 0.8)])
 @pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
 def test_training_with_everything_at_once(name: str, flops: float, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +106,7 @@ def test_training_with_everything_at_once(name: str, flops: float, schedule: str
 
 def test_the_report_counts_what_runs_whatever_the_combination() -> None:
     model, opt, optimizer, data = optimised("bert", 0.8)
-    for step in range(7):
-        opt(**data[step % 2]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        opt.controller.after_step(data[step % 2])
-    assert opt.sample_ratios
+    train_until_sampled(opt, optimizer, data, steps=7)
     twin = copy.deepcopy(model)
     for batch in (data[0], zoo.rows(data[0], 5)):  # the second is smaller, so that it is not sampled
         opt(**batch).loss.backward()  # compiled here
@@ -155,12 +160,7 @@ def test_a_selection_that_the_sampler_cannot_carry_out_is_not_made() -> None:
 
 def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
     _, opt, optimizer, data = optimised("bert", 0.8)
-    for step in range(6):
-        opt(**data[step % 2]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        opt.controller.after_step(data[step % 2])
-    assert opt.sample_ratios
+    train_until_sampled(opt, optimizer, data, steps=6)
     assert opt.last_step.sampled_part < 1
     before = opt.selected
     prefer_others(opt, monkeypatch)

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
-import logging
 import math
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,56 +13,25 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from graphopt.passes import Lsp, Vcas
-from torch import Tensor, nn
+from torch import nn
 
 import graphopt
 from graphopt.errors import InputError, PassError
-from graphopt.integrations import training_steps
-from graphopt.integrations.diverted import Diverted
-from graphopt.integrations.trainer import STATE_FILE, bucketed
-from graphopt.integrations.training_steps import TrainingSteps
-from graphopt.runtime import state_file, variants
+from graphopt.integrations.trainer import bucketed
+from graphopt.runtime import variants
 from tests.integrations.trainer_runs import (
-    RESUMED,
     bert,
     callback,
     classifier,
+    history,
     llama,
     points,
+    same,
     sentences,
     tokenizer,
     trainer,
+    weights,
 )
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    """What graphopt warns of."""
-    seen: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("graphopt").addHandler(handler)
-    yield seen
-    logging.getLogger("graphopt").removeHandler(handler)
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def same(a: nn.Module, b: nn.Module) -> bool:
-    theirs = dict(b.named_parameters())
-    return all(torch.equal(p, theirs[name]) for name, p in a.named_parameters())
-
-
-def history(run: transformers.Trainer, key: str) -> list[float]:
-    return [entry[key] for entry in run.state.log_history if key in entry]
 
 
 def test_without_a_budget_every_weight_is_the_plain_trainers_to_the_bit(tmp_path: Path) -> None:
@@ -204,71 +167,6 @@ def test_hooks_of_the_model_run_once(tmp_path: Path) -> None:
     assert calls == [True, True]
 
 
-# Checkpoints
-
-
-def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = trainer(classifier(), points(), tmp_path / "whole", [callback(0.7)], **RESUMED)
-    whole.train()
-    folder = tmp_path / "killed"
-    program = [sys.executable, "-m", "tests.integrations.trainer_runs", str(folder)]
-    assert subprocess.run(program, capture_output=True).returncode == -signal.SIGKILL
-    assert sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}")) == ["checkpoint-3", "checkpoint-6"]
-    ours = callback(0.7)
-    resumed = trainer(classifier(), points(), folder, [ours], **RESUMED)
-    resumed.train(resume_from_checkpoint=True)
-    assert same(whole.model, resumed.model)
-    assert history(whole, "graphopt/trained_tensors")[:12] == history(resumed, "graphopt/trained_tensors")[:12]
-    assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
-
-
-def test_sampling_is_resumed_to_the_bit(tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 5, "per_device_train_batch_size": 16, "num_train_epochs": 3}
-
-    def made(folder: Path) -> transformers.Trainer:
-        ours = callback(graphopt.Budget(variance=2.0), passes=[Vcas(every=4, alpha=0.4, beta=0.8)])
-        return trainer(classifier(width=32), points(64), folder, [ours], **options)
-
-    whole = made(tmp_path)
-    whole.train()
-    resumed = made(tmp_path)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert same(whole.model, resumed.model)
-    assert history(whole, "graphopt/keep_rows") == history(resumed, "graphopt/keep_rows")
-    assert min(history(whole, "graphopt/keep_rows")) < 1
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_without_a_plan_in_the_checkpoint_a_new_one_is_made(tmp_path: Path, warnings: list[str], lost: bool) -> None:
-    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
-    trainer(classifier(), points(), tmp_path, [callback(0.7)], **options).train()
-    path = tmp_path / "checkpoint-3" / STATE_FILE
-    path.unlink() if lost else path.write_bytes(path.read_bytes()[:-9])
-    run = trainer(classifier(), points(), tmp_path, [callback(0.7)], **options)
-    run.train(resume_from_checkpoint=str(path.parent))
-    assert run.state.global_step == 4
-    assert run.state.log_history[-1]["graphopt/trained_tensors"] < 8
-    assert len(warnings) == 1
-    assert "not resumed" in warnings[0]
-
-
-def test_a_full_disk_costs_the_plan_of_a_checkpoint_alone(tmp_path: Path, monkeypatch: Any, warnings: list[str]) -> None:
-    def full(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(state_file.os, "fsync", full)
-    run = trainer(classifier(), points(), tmp_path, [callback(0.7)], save_strategy="steps", save_steps=2)
-    run.train()
-    assert run.state.global_step == 8
-    assert (tmp_path / "checkpoint-8" / "model.safetensors").exists()
-    assert not list(tmp_path.rglob("*graphopt*"))
-    assert len(warnings) == 1
-    assert "No space left" in warnings[0]
-
-
-# What can go wrong
-
-
 def test_where_nothing_can_be_compiled_training_is_the_plain_trainers(
     tmp_path: Path, monkeypatch: Any, warnings: list[str]
 ) -> None:
@@ -362,66 +260,6 @@ def test_compressed_gradients_with_an_optimizer_of_their_own(tmp_path: Path) -> 
     losses = history(run, "loss")
     assert sum(losses[-8:]) < 0.7 * sum(losses[:8])
     assert history(run, "graphopt/original_steps")[-1] == 0
-
-
-# Shapes
-
-
-def steps_of(model: nn.Module) -> TrainingSteps:
-    diverted = Diverted.of(model)
-
-    def make(batch: Any) -> Any:
-        return graphopt.optimize(model, batch, backend="aot_eager")
-
-    steps = TrainingSteps(diverted, make, None, None)
-    diverted.run = steps
-    return steps
-
-
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, 4)
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, divisor: float = 1.0) -> Tensor:
-        mask = attention_mask.unsqueeze(-1)
-        pooled = (self.embed(input_ids) * mask).sum(1) / mask.sum(1)
-        return self.head(pooled).square().sum() / divisor
-
-
-def ids(length: int) -> dict[str, Tensor]:
-    return {"input_ids": torch.randint(3, 50, (4, length)), "attention_mask": torch.ones(4, length, dtype=torch.int64)}
-
-
-def test_a_number_that_varies_is_captured_as_a_constant_and_then_once_more() -> None:
-    model = Pooled()
-    reference = copy.deepcopy(model)
-    steps = steps_of(model)
-    for divisor in (2, 3, 4, 5, 0.5, 0.25):
-        batch = ids(6)
-        loss = model(**batch, divisor=divisor)
-        expected = reference(**batch, divisor=divisor)
-        assert loss.dtype == expected.dtype
-        torch.testing.assert_close(loss, expected)
-    assert steps.opt is not None
-    assert steps.opt.counters.captures == 3  # the constant, integers, floating-point numbers
-    assert steps.savings.original == 0
-
-
-def test_more_lengths_than_captures_are_computed_uncompiled(monkeypatch: Any, warnings: list[str]) -> None:
-    monkeypatch.setattr(training_steps, "CAPTURE_LIMIT", 3)
-    model = Pooled()
-    reference = copy.deepcopy(model)
-    steps = steps_of(model)
-    for length in (4, 5, 6, 7, 8, 4, 7):
-        batch = ids(length)
-        torch.testing.assert_close(model(**batch), reference(**batch))
-    assert steps.opt is not None
-    assert steps.opt.counters.captures == 3
-    assert steps.savings.original == 3
-    assert len(warnings) == 1
-    assert "bucketed" in warnings[0]
 
 
 def test_an_accelerate_loop_trains_as_without(tmp_path: Path) -> None:

@@ -61,27 +61,13 @@ SIZES = {
 
 def bert() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
+    config = transformers.BertConfig(**SIZES)
     return transformers.BertForSequenceClassification(config)
 
 
 def llama() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
+    config = transformers.LlamaConfig(**SIZES)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -144,6 +130,19 @@ class KilledAt(transformers.TrainerCallback):
 
 RESUMED = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 3}
 """Options of the run that is killed and resumed: 12 steps."""
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    theirs = dict(b.named_parameters())
+    return all(torch.equal(p, theirs[name]) for name, p in a.named_parameters())
+
+
+def history(run: transformers.Trainer, key: str) -> list[float]:
+    return [entry[key] for entry in run.state.log_history if key in entry]
 
 
 if __name__ == "__main__":

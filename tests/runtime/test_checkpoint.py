@@ -23,6 +23,7 @@ from graphopt.runtime.plain_values import to_plain
 from graphopt.runtime.state_file import read_state, write_state
 from tests import zoo
 from tests.runtime.comparing import same
+from tests.runtime.uneven import batches
 
 
 @dataclass
@@ -44,18 +45,6 @@ class Run:
 
     def weights(self) -> dict[str, Tensor]:
         return copy.deepcopy(self.model.state_dict())
-
-
-def batches(count: int, size: int = 16) -> list[tuple[Tensor, Tensor]]:
-    """Some samples much harder than the others."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(count):
-        x = torch.randn(size, 5, generator=generator)
-        labels = (x.sum(1) > 0).long()
-        labels[: size // 8] = 2
-        found.append((x, labels))
-    return found
 
 
 def mlp(seed: int, dropout: float = 0.2) -> nn.Module:

@@ -17,7 +17,6 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.runtime import variants
 from graphopt.runtime.fallback import Fallback
-from graphopt.runtime.sampling import SamplingController
 from graphopt.runtime.subspaces import Subspaces
 from tests import zoo
 from tests.messages import warnings_of
@@ -380,72 +379,6 @@ def test_failures_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatc
         for size in (2, 3, 4, 2):
             opt(*zoo.rows(inputs, size))
     assert failed == [2, 3, 4, 2]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_batch_that_is_not_finite_keeps_selection_and_ratios(value: float) -> None:
-    model, (x, labels) = zoo.make("mlp", 8)
-    bad = (torch.full_like(x, value), labels)
-    opt = graphopt.optimize(model, (x, labels), budget=0.7, backend="aot_eager")
-    before, optimizer = opt.selected, torch.optim.SGD(model.parameters(), lr=0.0)
-    controller = graphopt.SelectionController(opt, optimizer, every=1)
-    with warnings_of() as texts:
-        opt(*bad).backward()
-        assert not controller.after_step(bad).changed
-    assert opt.selected == before
-    assert "keeping the last selection" in texts[0]
-    opt.zero_grad()
-    good = gradients_of(model, lambda _: opt(x, labels))
-    assert all(g is None or bool(g.isfinite().all()) for g in good.values())
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_calibration_on_a_batch_that_is_not_finite_keeps_the_ratios(value: float) -> None:
-    model, (x, labels) = zoo.make("mlp", 16)
-    opt = graphopt.optimize(model, (x, labels), budget=graphopt.Budget(variance=0.9), passes=[Vcas(every=1)], backend="aot_eager")
-    for _ in range(40):
-        opt.controller.after_step((x + torch.randn_like(x), labels))
-        if opt.sample_ratios:
-            break
-    before = opt.sample_ratios
-    state = opt.controller.state
-    assert before
-    for _ in range(3):
-        opt.controller.after_step((torch.full_like(x, value), labels))
-    assert (opt.sample_ratios, opt.controller.state) == (before, state)
-    opt(x, labels).backward()
-    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
-    assert str(opt.report)
-
-
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("boom")])
-def test_a_calibration_that_fails_keeps_the_ratios(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    model, inputs = zoo.make("mlp", 16)
-    opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(variance=0.9), passes=[Vcas(every=1)], backend="aot_eager")
-
-    def failing(self: Any, *_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(SamplingController, "_exact", failing)
-    with warnings_of() as texts:
-        assert [opt.controller.after_step(inputs) for _ in range(4)] == [None] * 4
-    assert len(texts) == 1
-    assert str(error) in opt.report.notes[-1]
-    assert opt.sample_ratios == ()
-
-
-def test_a_selection_that_runs_out_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, inputs, opt = mlp(budget=0.7, passes="auto")
-    before = opt.selected
-
-    def no_room(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr("graphopt.runtime.reselection.measure_importance", no_room)
-    with warnings_of() as texts:
-        assert not opt.reselect(inputs).changed
-    assert opt.selected == before
-    assert "no room" in texts[0]
 
 
 def test_the_optimizer_of_compressed_gradients_is_still_asked_for() -> None:

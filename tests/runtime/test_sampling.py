@@ -8,23 +8,12 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import Vcas
-from torch import Tensor, nn
+from torch import nn
 
 import graphopt
 from graphopt.runtime.sampling import MOST_VARIANTS, SamplingController
 from tests import zoo
-
-
-def batches(count: int, size: int = 16) -> list[tuple[Tensor, Tensor]]:
-    """Some samples much harder than the others."""
-    generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(count):
-        x = torch.randn(size, 5, generator=generator)
-        labels = (x.sum(1) > 0).long()
-        labels[: size // 8] = 2
-        found.append((x, labels))
-    return found
+from tests.runtime.uneven import batches
 
 
 def trained(

@@ -1,0 +1,86 @@
+"""The plan in the Trainer's checkpoints: written, resumed to the bit, and never in the way of training."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from graphopt.passes import Vcas
+
+import graphopt
+from graphopt.integrations.trainer import STATE_FILE
+from graphopt.runtime import state_file
+from tests.integrations.trainer_runs import (
+    RESUMED,
+    callback,
+    classifier,
+    history,
+    points,
+    same,
+    trainer,
+)
+
+
+def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = trainer(classifier(), points(), tmp_path / "whole", [callback(0.7)], **RESUMED)
+    whole.train()
+    folder = tmp_path / "killed"
+    program = [sys.executable, "-m", "tests.integrations.trainer_runs", str(folder)]
+    assert subprocess.run(program, capture_output=True).returncode == -signal.SIGKILL
+    assert sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}")) == ["checkpoint-3", "checkpoint-6"]
+    ours = callback(0.7)
+    resumed = trainer(classifier(), points(), folder, [ours], **RESUMED)
+    resumed.train(resume_from_checkpoint=True)
+    assert same(whole.model, resumed.model)
+    assert history(whole, "graphopt/trained_tensors")[:12] == history(resumed, "graphopt/trained_tensors")[:12]
+    assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
+
+
+def test_sampling_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 5, "per_device_train_batch_size": 16, "num_train_epochs": 3}
+
+    def made(folder: Path) -> transformers.Trainer:
+        ours = callback(graphopt.Budget(variance=2.0), passes=[Vcas(every=4, alpha=0.4, beta=0.8)])
+        return trainer(classifier(width=32), points(64), folder, [ours], **options)
+
+    whole = made(tmp_path)
+    whole.train()
+    resumed = made(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert same(whole.model, resumed.model)
+    assert history(whole, "graphopt/keep_rows") == history(resumed, "graphopt/keep_rows")
+    assert min(history(whole, "graphopt/keep_rows")) < 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_without_a_plan_in_the_checkpoint_a_new_one_is_made(tmp_path: Path, warnings: list[str], lost: bool) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
+    trainer(classifier(), points(), tmp_path, [callback(0.7)], **options).train()
+    path = tmp_path / "checkpoint-3" / STATE_FILE
+    path.unlink() if lost else path.write_bytes(path.read_bytes()[:-9])
+    run = trainer(classifier(), points(), tmp_path, [callback(0.7)], **options)
+    run.train(resume_from_checkpoint=str(path.parent))
+    assert run.state.global_step == 4
+    assert run.state.log_history[-1]["graphopt/trained_tensors"] < 8
+    assert len(warnings) == 1
+    assert "not resumed" in warnings[0]
+
+
+def test_a_full_disk_costs_the_plan_of_a_checkpoint_alone(tmp_path: Path, monkeypatch: Any, warnings: list[str]) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state_file.os, "fsync", full)
+    run = trainer(classifier(), points(), tmp_path, [callback(0.7)], save_strategy="steps", save_steps=2)
+    run.train()
+    assert run.state.global_step == 8
+    assert (tmp_path / "checkpoint-8" / "model.safetensors").exists()
+    assert not list(tmp_path.rglob("*graphopt*"))
+    assert len(warnings) == 1
+    assert "No space left" in warnings[0]

@@ -1,0 +1,71 @@
+"""Steps of a diverted model: how many captures numbers and lengths that vary cost."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.integrations import training_steps
+from graphopt.integrations.diverted import Diverted
+from graphopt.integrations.training_steps import TrainingSteps
+
+
+def steps_of(model: nn.Module) -> TrainingSteps:
+    diverted = Diverted.of(model)
+
+    def make(batch: Any) -> Any:
+        return graphopt.optimize(model, batch, backend="aot_eager")
+
+    steps = TrainingSteps(diverted, make, None, None)
+    diverted.run = steps
+    return steps
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, divisor: float = 1.0) -> Tensor:
+        mask = attention_mask.unsqueeze(-1)
+        pooled = (self.embed(input_ids) * mask).sum(1) / mask.sum(1)
+        return self.head(pooled).square().sum() / divisor
+
+
+def ids(length: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(3, 50, (4, length)), "attention_mask": torch.ones(4, length, dtype=torch.int64)}
+
+
+def test_a_number_that_varies_is_captured_as_a_constant_and_then_once_more() -> None:
+    model = Pooled()
+    reference = copy.deepcopy(model)
+    steps = steps_of(model)
+    for divisor in (2, 3, 4, 5, 0.5, 0.25):
+        batch = ids(6)
+        loss = model(**batch, divisor=divisor)
+        expected = reference(**batch, divisor=divisor)
+        assert loss.dtype == expected.dtype
+        torch.testing.assert_close(loss, expected)
+    assert steps.opt is not None
+    assert steps.opt.counters.captures == 3  # the constant, integers, floating-point numbers
+    assert steps.savings.original == 0
+
+
+def test_more_lengths_than_captures_are_computed_uncompiled(monkeypatch: Any, warnings: list[str]) -> None:
+    monkeypatch.setattr(training_steps, "CAPTURE_LIMIT", 3)
+    model = Pooled()
+    reference = copy.deepcopy(model)
+    steps = steps_of(model)
+    for length in (4, 5, 6, 7, 8, 4, 7):
+        batch = ids(length)
+        torch.testing.assert_close(model(**batch), reference(**batch))
+    assert steps.opt is not None
+    assert steps.opt.counters.captures == 3
+    assert steps.savings.original == 3
+    assert len(warnings) == 1
+    assert "bucketed" in warnings[0]
