@@ -204,7 +204,7 @@ def planned(
     if len(trained) < len(names) or plan.train is not None:
         if not any(isinstance(p, GreenTrainer) for p in passes):
             passes.append(GreenTrainer())
-        value = sum(problem.importance[k] for k in allocation.train)
+        value = math.fsum(problem.importance[k] for k in allocation.train)
         cost = problem.costs.cost(allocation.train)
         ratio = (problem.costs.forward_flops + cost) / problem.costs.step_flops
         selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap)

@@ -109,7 +109,7 @@ def _selection(costs: BackwardCosts, importance: Sequence[float], chosen: Sequen
         names=tuple(costs.names[i] for i in sorted(chosen)),
         backward_flops=backward,
         flops_ratio=(costs.forward_flops + backward) / costs.step_flops,
-        value=float(sum(importance[i] for i in chosen)),
+        value=math.fsum(importance[i] for i in chosen),
         solver=solver,
         gap=gap,
     )

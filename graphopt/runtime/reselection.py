@@ -103,7 +103,7 @@ def select_anew(
         logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
         return Reselection(False, 0.0, seconds), None
     known = frozenset(profile.order)
-    current = sum(importance.values.get(name, 0.0) for name in now.selected)
+    current = importance.of(now.selected)
     within = now.selected <= known and profile.forward + profile.cost(now.selected) <= budget.flops * profile.step
     gain = _gain(selection.value, current)
     if within and (gain <= tolerance or frozenset(selection.names) == now.selected):
@@ -112,7 +112,7 @@ def select_anew(
     try:
         if plan.memory is not None:
             plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
-            gain = _gain(sum(importance.values.get(name, 0.0) for name in plan.train or known), current)
+            gain = _gain(importance.of(plan.train or known), current)
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
                 return Reselection(False, gain, seconds), None
         plan = _unsampled(plan, now.variants, graph, args, kwargs)

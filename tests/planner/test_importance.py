@@ -8,7 +8,7 @@ from torch import nn
 import graphopt
 from graphopt import ImportanceError
 from graphopt.capture import as_call
-from graphopt.planner.importance import measure_importance, next_update
+from graphopt.planner.importance import Importance, measure_importance, next_update
 from tests import zoo
 
 OPTIMIZERS = {
@@ -147,3 +147,11 @@ def test_a_warm_up_that_starts_at_zero_rates_by_the_rate_that_it_rises_to() -> N
     torch.optim.lr_scheduler.LambdaLR(warming, lambda step: step / 10)
     assert all(g["lr"] == 0 for g in warming.param_groups)
     assert measure_importance(model, args, kwargs, names, warming).values == pytest.approx(risen.values, rel=1e-5)
+
+
+def test_the_importance_of_several_is_the_same_in_every_order() -> None:
+    values = {str(i): v for i, v in enumerate(torch.rand(200, dtype=torch.float64).tolist())}
+    importance = Importance(values, "")
+    sums = {importance.of([str(i) for i in torch.randperm(200).tolist()]) for _ in range(50)}
+    assert len(sums) == 1
+    assert importance.of(["0", "not measured"]) == values["0"]
