@@ -22,7 +22,7 @@ demo: $(STAMP) ## fine-tune MiniLM on WordNet glosses: full against half of the 
 	$(BIN)/graphopt demo
 
 test: $(STAMP) ## run the test suite on two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: $(STAMP) ## style, formatting and types
 	$(BIN)/ruff check .

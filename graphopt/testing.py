@@ -67,6 +67,7 @@ def check_pass(
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32),
     backend: Backend = "aot_eager",
     batch_dim: BatchDim = 0,
+    captured: Mapping[torch.dtype, TrainingGraph] | None = None,
 ) -> list[PassCheck]:
     """Hold `rewrite` to its contract on `model`, against eager autograd.
 
@@ -79,10 +80,12 @@ def check_pass(
         inputs: one batch, as for `graphopt.optimize`.
         decisions: for `apply`, or a function from the graph to them. None: every other applicable site.
         dtypes: floating-point types to check in.
+        captured: see `check_passes`.
     Raises:
         PassError: names the first violation.
     """
-    return check_passes([(rewrite, decisions)], model, inputs, dtypes=dtypes, backend=backend, batch_dim=batch_dim)
+    options: dict[str, Any] = {"dtypes": dtypes, "backend": backend, "batch_dim": batch_dim, "captured": captured}
+    return check_passes([(rewrite, decisions)], model, inputs, **options)
 
 
 def check_passes(
@@ -104,7 +107,7 @@ def check_passes(
     Args:
         passes: with the decisions of each, in the order in which they are to run (see `graphopt.passes.in_order`). Decisions
             that are None, or a function, are found on the graph as the passes before left it.
-        captured: graphs of this model and these inputs by dtype, for callers that check many combinations. They are not changed.
+        captured: graphs of this model and these inputs by dtype, for callers that check many passes on one model; not changed.
         draws: the least bias that is found is `STANDARD_ERRORS` / sqrt(draws) of a gradient's standard deviation.
     Raises:
         PassError: names the passes and the first violation.

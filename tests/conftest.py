@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import zoo
+
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
@@ -25,6 +27,14 @@ def _seed() -> None:
 settings.register_profile("unhurried", deadline=None)
 settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup`, tests of one model of the zoo run in one process, which traces it once."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if parameters.get("name") in zoo.FACTORIES:
+            item.add_marker(pytest.mark.xdist_group(parameters["name"]))
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

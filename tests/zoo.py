@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from graphopt.capture import as_call, capture_to_run
+from graphopt.graph import TrainingGraph
 
 VOCABULARY = 97
 
@@ -185,6 +189,18 @@ def make(name: str, batch: int = 4, dtype: torch.dtype = torch.float32, dropout:
     cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731
     inputs = {k: cast(v) for k, v in inputs.items()} if isinstance(inputs, dict) else tuple(cast(v) for v in inputs)
     return model.to(dtype).train(), inputs
+
+
+@functools.cache
+def captured(name: str, batch: int = 4, dtype: torch.dtype = torch.float32) -> TrainingGraph:
+    """The graph of `make(name, batch, dtype)`, traced once per process: nothing may change it."""
+    model, inputs = make(name, batch, dtype)
+    return capture_to_run(model, *as_call(inputs))
+
+
+def in_both_precisions(name: str, batch: int = 4) -> dict[torch.dtype, TrainingGraph]:
+    """For `check_pass(captured=...)`."""
+    return {dtype: captured(name, batch, dtype) for dtype in (torch.float64, torch.float32)}
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -9,19 +11,20 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt import BudgetError, CaptureError, InputError
+from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import named_optimizer
+from graphopt.analysis.step_memory import step_memory
+from graphopt.capture import as_call, capture
 from tests import zoo
 from tests.measure import peak_and_rest
 
 BATCH = 24
 
 
-def measured_peak(name: str, backend: str, optimizer_name: str) -> int:
+def measured_peak(step: nn.Module, inputs: object, optimizer_name: str) -> int:
     """Bytes that one step allocates on top of what exists before it, at its peak."""
-    model, inputs = zoo.make(name, BATCH)
-    step = model if backend == "eager" else graphopt.optimize(model, inputs, passes=[], backend=backend)
-    optimizer = named_optimizer(optimizer_name, torch.device("cpu"))([p for p in model.parameters() if p.requires_grad])
+    optimizer = named_optimizer(optimizer_name, torch.device("cpu"))([p for p in step.parameters() if p.requires_grad])
 
     def train() -> None:
         zoo.loss_of(zoo.call(step, inputs)).backward()
@@ -33,30 +36,45 @@ def measured_peak(name: str, backend: str, optimizer_name: str) -> int:
     return peak_and_rest(train)[0]
 
 
-def foretold(name: str, backend: str, optimizer: str, batch: int = BATCH) -> MemoryProfile:
+def foretold(name: str, backend: str, optimizer: str, batch: int = BATCH, **options: bool | int) -> MemoryProfile:
+    if backend != "eager":
+        return step_memory(zoo.captured(name, batch), backend, optimizer, **options)  # type: ignore[arg-type]
     model, inputs = zoo.make(name, batch)
-    return graphopt.analyze(model, inputs, backend=backend, optimizer=optimizer).memory  # type: ignore[arg-type]
+    return eager_memory(model, *as_call(inputs), optimizer=optimizer, **options)  # type: ignore[arg-type]
 
 
-def test_a_recurrent_net_peaks_as_the_allocator_says() -> None:
-    """Compiled only: eager LSTMs run in a library whose workspace torch does not reveal."""
-    profile = foretold("lstm", "aot_eager", "adamw")
-    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured_peak("lstm", "aot_eager", "adamw"), rel=0.01)
+def assert_compiled_peak_is_foretold(name: str, backend: str, optimizer: str, tolerance: float) -> None:
+    model, inputs = zoo.make(name, BATCH)
+    opt = graphopt.optimize(model, inputs, passes=[], backend=backend)  # type: ignore[arg-type]
+    profile = step_memory(opt.graph, backend, optimizer)
+    measured = measured_peak(opt, inputs, optimizer)
+    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured, rel=tolerance)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
-def test_the_peak_is_the_allocators(name: str, backend: str) -> None:
-    profile = foretold(name, backend, "adamw")
-    measured = measured_peak(name, backend, "adamw")
-    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured, rel=0.01)
+# Eager LSTMs run in a library whose workspace torch does not reveal.
+@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
+def test_the_peak_is_the_allocators(name: str) -> None:
+    assert_compiled_peak_is_foretold(name, "aot_eager", "adamw", 0.01)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "lora"])
 def test_the_peak_under_inductor_is_the_allocators(name: str) -> None:
     """Of the program that Inductor would generate: what it fuses, recomputes, reorders and copies to other layouts."""
-    profile = foretold(name, "inductor", "sgd")
-    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured_peak(name, "inductor", "sgd"), rel=0.001)
+    assert_compiled_peak_is_foretold(name, "inductor", "sgd", 0.001)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
+def test_the_peak_in_eager_mode_is_the_allocators(name: str) -> None:
+    profile = foretold(name, "eager", "adamw")
+    measured = measured_peak(*zoo.make(name, BATCH), "adamw")
+    assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
+def test_analyze_foretells_the_same(backend: str) -> None:
+    model, inputs = zoo.make("mlp", BATCH)
+    analysis = graphopt.analyze(model, inputs, backend=backend, accumulation=2, keep_outputs=True)  # type: ignore[arg-type]
+    assert analysis.memory.timeline == foretold("mlp", backend, "adamw", accumulation=2, keep_outputs=True).timeline
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -78,20 +96,26 @@ def test_another_batch_under_inductor_runs_nearly_the_same_program(name: str) ->
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    profile = foretold("llama", "aot_eager", "adamw")
-    capacity = profile.at(37).peak_bytes + 1
-    assert profile.max_batch(capacity) == 37
-    assert foretold("llama", "aot_eager", "adamw", 37).peak_bytes <= capacity
-    assert capacity < foretold("llama", "aot_eager", "adamw", 38).peak_bytes
-    assert profile.at(37).fits(capacity)
-    assert not profile.at(38).fits(capacity)
+    profile = foretold("bert", "aot_eager", "adamw")
+    capacity = profile.at(17).peak_bytes + 1
+    assert profile.max_batch(capacity) == 17
+    assert foretold("bert", "aot_eager", "adamw", 17).peak_bytes <= capacity
+    assert capacity < foretold("bert", "aot_eager", "adamw", 18).peak_bytes
+    assert profile.at(17).fits(capacity)
+    assert not profile.at(18).fits(capacity)
     assert profile.max_batch(profile.at(1).peak_bytes - 1) == 0
+
+
+@functools.cache
+def foretold_once() -> MemoryProfile:
+    return foretold("bert", "aot_eager", "adamw")
 
 
 @given(batch=st.integers(1, 500))
 @settings(max_examples=30)
 def test_a_profile_is_consistent_at_every_batch(batch: int) -> None:
-    profile = PROFILE.at(batch)
+    whole = foretold_once()
+    profile = whole.at(batch)
     rows = profile.timeline
     assert sum(profile.breakdown.values()) == profile.peak_bytes == max(row.live for row in rows)
     assert all(sum(row.by_category.values()) == row.live for row in rows)
@@ -99,10 +123,7 @@ def test_a_profile_is_consistent_at_every_batch(batch: int) -> None:
     # Never less than what the largest operator holds by itself, never more than all storages together (papers.md 4.8, P8).
     assert max(profile.sizes) <= profile.peak_bytes <= sum(profile.sizes)
     assert profile.peak_bytes >= profile.static_bytes
-    assert profile.peak_bytes <= profile.at(batch + 1).peak_bytes
-
-
-PROFILE = foretold("bert", "aot_eager", "adamw")
+    assert profile.peak_bytes <= whole.at(batch + 1).peak_bytes
 
 
 def test_the_tensors_at_the_peak_are_named_with_their_reason() -> None:
@@ -117,35 +138,28 @@ def test_the_tensors_at_the_peak_are_named_with_their_reason() -> None:
 
 
 def test_gradient_accumulation_and_held_outputs_cost_what_they_hold() -> None:
-    model, inputs = zoo.make("llama", BATCH)
-    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-
-    def peak(**options: object) -> int:
-        return graphopt.analyze(model, inputs, backend="aot_eager", **options).memory.peak_bytes  # type: ignore[arg-type]
-
-    once = peak()
-    assert once < peak(accumulation=4) <= once + parameters
-    assert once <= peak(keep_outputs=True)
+    parameters = sum(p.numel() * p.element_size() for p in zoo.make("llama")[0].parameters())
+    once = foretold("llama", "aot_eager", "adamw").peak_bytes
+    assert once < foretold("llama", "aot_eager", "adamw", accumulation=4).peak_bytes <= once + parameters
+    assert once <= foretold("llama", "aot_eager", "adamw", keep_outputs=True).peak_bytes
     for backend in ("eager", "aot_eager"):
-        profile = graphopt.analyze(model, inputs, backend=backend, accumulation=2).memory  # type: ignore[arg-type]
+        profile = foretold("llama", backend, "adamw", accumulation=2)
         assert profile.timeline[0].by_category["gradient"] == parameters
 
 
 def test_master_weights_are_float32_copies() -> None:
-    model, inputs = zoo.make("llama", BATCH)
-    model.to(torch.bfloat16)
+    model, inputs = zoo.make("llama", BATCH, torch.bfloat16)
+    graph = capture(model, *as_call(inputs))
     count = sum(p.numel() for p in model.parameters())
-    half, master = (
-        graphopt.analyze(model, inputs, backend="aot_eager", optimizer="sgd", master_weights=m).memory for m in (False, True)
-    )
+    half, master = (step_memory(graph, "aot_eager", "sgd", master_weights=m) for m in (False, True))
     assert master.static_bytes - half.static_bytes == 4 * count
 
 
 def test_checkpointing_recomputes_in_the_eager_profile() -> None:
     model, inputs = zoo.make("llama", 64)
-    plain = graphopt.analyze(model, inputs, backend="eager", optimizer="sgd").memory
+    plain = eager_memory(model, *as_call(inputs), optimizer="sgd")
     model.gradient_checkpointing_enable()
-    checkpointed = graphopt.analyze(model, inputs, backend="eager", optimizer="sgd").memory
+    checkpointed = eager_memory(model, *as_call(inputs), optimizer="sgd")
     assert checkpointed.breakdown["saved activation"] < 0.7 * plain.breakdown["saved activation"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -60,7 +61,12 @@ def batch(rows: int = 4, dims: int = 3) -> Tensor:
     return torch.randn(rows, 7, 6) if dims == 3 else torch.randn(rows, 6)
 
 
-ORDERS = legal_orders(find_lora_sites(capture(adapted(Net()), (batch(),))).layers[1])
+@functools.cache
+def captured(dtype: torch.dtype) -> TrainingGraph:
+    return joint(adapted(Net()).to(dtype), batch().to(dtype))
+
+
+ORDERS = legal_orders(find_lora_sites(captured(torch.float32)).layers[1])
 
 
 def test_all_orders_are_found() -> None:
@@ -71,9 +77,10 @@ def test_all_orders_are_found() -> None:
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_every_order_gives_autograds_gradients_with_the_foretold_flops_and_bytes(order: Any) -> None:
     model, x = adapted(Net()), batch()
-    layers = find_lora_sites(joint(model, x)).layers
+    both = {dtype: captured(dtype) for dtype in (torch.float64, torch.float32)}
+    layers = find_lora_sites(both[torch.float32]).layers
     assert len(layers) == 3
-    for check in check_pass(RunLora(order), model, (x,), [layer.name for layer in layers]):
+    for check in check_pass(RunLora(order), model, (x,), [layer.name for layer in layers], captured=both):
         shapes = [layer.shape.at(len(x)) for layer in layers]
         change = sum(order_flops(order.for_layer(s), s) - order_flops(AUTOGRAD.for_layer(s), s) for s in shapes)
         assert check.counted_flops == check.report.step_flops_before + change
@@ -95,8 +102,9 @@ def test_orders_are_exact_for_any_shape_and_any_frozen_part(
     for name, parameter in model.named_parameters():
         if "lora_" in name or "left.base_layer.weight" in name:
             parameter.requires_grad_(trains[0] if "lora_A" in name else trains[1] if "lora_B" in name else trains[2])
-    names = [layer.name for layer in find_lora_sites(joint(model, batch(rows, dims))).layers]
-    check_pass(RunLora(order), model, (batch(rows, dims),), names)
+    graph = joint(model, batch(rows, dims))
+    names = [layer.name for layer in find_lora_sites(graph).layers]
+    check_pass(RunLora(order), model, (batch(rows, dims),), names, captured={torch.float32: graph})
 
 
 def test_half_precision_agrees_to_its_rounding() -> None:
@@ -214,10 +222,12 @@ class OwnInput(Scaled):
 
 
 def test_an_adapter_with_an_input_of_its_own_keeps_its_gradients() -> None:
-    (layer,) = find_lora_sites(joint(OwnInput(), batch())).layers
+    model, x = OwnInput(), batch()
+    both = {dtype: joint(copy.deepcopy(model).to(dtype), x.to(dtype)) for dtype in (torch.float64, torch.float32)}
+    (layer,) = find_lora_sites(both[torch.float32]).layers
     assert not layer.shares_input
     for order in legal_orders(layer):
-        check_pass(RunLora(order), OwnInput(), (batch(),), [layer.name])
+        check_pass(RunLora(order), model, (x,), [layer.name], captured=both)
 
 
 @pytest.mark.parametrize("order", ORDERS[1::4], ids=str)
