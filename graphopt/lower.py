@@ -8,6 +8,8 @@ buffers back, and rebuilds outputs that are views of inputs or of other outputs.
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +37,14 @@ class Lowered:
         halves: the partitioned graphs that were compiled.
         run: `(flat graph inputs) -> flat model outputs`, differentiable.
         slots: what the last backward returned beside gradients, by name; see `TrainingGraph.add_backward_output`.
+        seconds: of the last runs, from the forward's beginning to the backward's end, with what the caller did between them. On
+            an accelerator this is the time of handing the work over, not of the work.
     """
 
     halves: Halves
     run: Callable[[Sequence[Any]], list[Any]]
     slots: dict[str, Tensor]
+    seconds: deque[float]
 
 
 def check_backend(backend: Backend) -> None:
@@ -65,7 +70,7 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
     backwards = _Backwards(halves, layout.tangents, backend)
     backwards.compile_for(halves.expected)
     runner = _Runner(layout, run, backwards)
-    return Lowered(halves, runner, runner.slots)
+    return Lowered(halves, runner, runner.slots, runner.seconds)
 
 
 def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Sequence[Any]]:
@@ -221,6 +226,7 @@ class _Runner:
         self.backwards = backwards
         self.differentiable = {t.result for t in layout.tangents.values()} | layout.refused
         self.slots: dict[str, Tensor] = {}
+        self.seconds: deque[float] = deque(maxlen=32)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run the step on the joint graph's inputs, less the tangents."""
@@ -252,6 +258,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: _Runner, inputs: tuple[Any, ...], *differentiated: Tensor) -> Any:
+        ctx.began = time.perf_counter()
         with compat.no_autocast():
             laid_out = [_laid_out(t.detach(), stride) for t, stride in zip(inputs, runner.layout.strides, strict=True)]
             returned = runner.forward(laid_out)
@@ -287,4 +294,5 @@ class _Step(torch.autograd.Function):
         with compat.no_autocast():
             returned = runner.backwards(args, gradients)
         runner.slots.update({name: returned[k] for k, name in runner.layout.slots})
+        runner.seconds.append(time.perf_counter() - ctx.began)
         return (None, None, *(returned[k] for k, _ in runner.layout.gradients))

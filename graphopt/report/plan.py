@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
+from graphopt.planner.step_time import step_seconds
+from graphopt.runtime.variants import CompiledStep
 
 UNUSED = {
     "greentrainer": "everything is trained within the budget",
@@ -39,10 +41,10 @@ class StepClock:
             self.seconds = [*self.seconds[-31:], now - self._last[1]]
         self._last = (step, now)
 
-    @property
-    def median(self) -> float | None:
-        """Median of the last steps; None before there are three."""
-        return statistics.median(self.seconds) if len(self.seconds) >= 3 else None
+
+def median(seconds: Collection[float]) -> float | None:
+    """Of the last steps; None before there are three."""
+    return statistics.median(seconds) if len(seconds) >= 3 else None
 
 
 @dataclass(frozen=True)
@@ -53,17 +55,28 @@ class PlanSummary:
         contributions: per pass in force, FLOPs of the step and bytes kept for the backward before and after it.
         not_needed: why, by pass.
         remaining: of each dimension that the budget limits: the limit, what the plan uses by its own forecast, and the rest.
-        measured: seconds of a training step, and the peak of the device's allocator where it has one; None where not measured.
+        foretold: "seconds" of the forward and backward that ran last (see `step_seconds`), once they were measured three times;
+            "peak_bytes" where memory is limited. None otherwise.
+        measured: "seconds" of a training step, optimizer and data loading included; "forward_backward" of the step that ran last,
+            where that is not an accelerator's; "peak_bytes" of the device's allocator, where it has one. None otherwise.
     """
 
     contributions: list[dict[str, Any]]
     not_needed: dict[str, str]
     remaining: dict[str, dict[str, float]]
+    foretold: dict[str, float | None]
     measured: dict[str, float | None]
 
 
 def summarise(
-    plan: Plan, reports: Sequence[PassReport], flops_ratio: float, peak_bytes: int | None, variance: float, clock: StepClock
+    plan: Plan,
+    reports: Sequence[PassReport],
+    flops_ratio: float,
+    peak_bytes: int | None,
+    variance: float,
+    clock: StepClock,
+    step: CompiledStep | None = None,
+    fuses: bool = False,
 ) -> PlanSummary:
     """Gather a summary.
 
@@ -72,6 +85,8 @@ def summarise(
         flops_ratio: of the step, over full training's.
         peak_bytes: foretold; None where nothing limits it.
         variance: that sampling adds, as a part of the mini-batch's, when last measured.
+        step: that ran last.
+        fuses: see `step_seconds`.
     """
     used = {"flops": flops_ratio, "memory": peak_bytes, "variance": variance}
     remaining = {}
@@ -79,6 +94,10 @@ def summarise(
         value = used[name]
         if value is not None:
             remaining[name] = {"limit": limit, "used": value, "left": limit - value}
+    ran = None if step is None else median(step.lowered.seconds)
+    foretold = None if step is None or ran is None else step_seconds(step.graph, fuses)
+    if step is not None and any(n.meta["val"].device.type != "cpu" for n in step.graph.placeholders):
+        ran = None
     unchanged = [r.name for r in reports if not r.changes.changed and r.name in UNUSED]
     return PlanSummary(
         contributions=[
@@ -93,7 +112,8 @@ def summarise(
         ],
         not_needed={**{name: UNUSED[name] for name in unchanged}, **plan.not_needed},
         remaining=remaining,
-        measured={"seconds": clock.median, "peak_bytes": _allocated_peak()},
+        foretold={"seconds": foretold, "peak_bytes": peak_bytes},
+        measured={"seconds": median(clock.seconds), "forward_backward": ran, "peak_bytes": _allocated_peak()},
     )
 
 
@@ -112,9 +132,16 @@ def plan_lines(summary: PlanSummary) -> list[str]:
     for name, of in summary.remaining.items():
         what = f"{of['used']:,.0f} of {of['limit']:,.0f} bytes" if name == "memory" else f"{of['used']:.2%} of {of['limit']:.2%}"
         lines.append(f"budget used      {name}: {what}")
+    if (foretold := summary.foretold["seconds"]) is not None:
+        ran = summary.measured["forward_backward"]
+        beside = f", measured {ran:.4f} s" if ran is not None else ""
+        lines.append(f"foretold         forward and backward {foretold:.4f} s" + beside)
     seconds, peak = summary.measured["seconds"], summary.measured["peak_bytes"]
     if seconds is not None:
-        lines.append(f"measured         {seconds:.4f} s per step" + (f", peak {peak:,.0f} bytes" if peak is not None else ""))
+        lines.append(
+            f"measured         {seconds:.4f} s per step with the optimizer's and loading"
+            + (f", peak {peak:,.0f} bytes" if peak is not None else "")
+        )
     return lines
 
 

@@ -213,7 +213,7 @@ def make_report(
         peak = plan.memory.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
     last = controller.history[-1] if controller is not None and controller.history else None
     variance = last.rows_variance + last.tokens_variance if last is not None else 0.0
-    summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock())
+    summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock(), step, variants.backend == "inductor")
     return Report(
         budget=plan.budget.stated(),
         passes=[p.name for p in plan.passes if p.name not in summary.not_needed],

@@ -1,0 +1,104 @@
+"""The time of a step foretold: measured products, and memory traffic of everything else.
+
+A roofline (Williams et al., 2009) of the machine at hand, per operator: a matrix product takes what one of its shape was measured
+to take, another operator with FLOPs takes them at the rate of a large product, and the rest is held up by the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from graphopt.analysis.flop_formulas import node_flops
+from graphopt.graph import TrainingGraph
+from graphopt.planner.product_times import ProductTimes
+
+aten = torch.ops.aten
+
+_LEFT = {aten.mm.default: 0, aten.addmm.default: 1}
+"""Where a product's left operand is among its arguments."""
+
+
+@functools.cache
+def machine_times(device: torch.device, dtype: torch.dtype) -> ProductTimes:
+    """Times of products apart from those that orders of contraction are chosen by, which a checkpoint remembers."""
+    return ProductTimes(device, dtype)
+
+
+def step_seconds(
+    graph: TrainingGraph, fuses: bool, times: Callable[[torch.device, torch.dtype], ProductTimes] = machine_times
+) -> float:
+    """Seconds of one forward and backward of a graph of static shapes; the optimizer's step and loading data are not in it.
+
+    Args:
+        fuses: neighbours without FLOPs are fused, as Inductor does: what only they exchange never goes through memory.
+        times: of the machine, per device and dtype; products that it has not met are measured.
+    """
+    seconds = 0.0
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or _is_view(node):
+            continue
+        result = next((t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
+        if result is None:
+            continue
+        if flops := int(node_flops(node)):
+            machine = times(result.device, result.dtype)
+            if node.target in _LEFT:
+                left, right = (_shape(node.args[_LEFT[node.target] + i]) for i in (0, 1))
+                seconds += machine.product(left[0], left[1], right[1])
+            else:
+                seconds += flops / machine.peak
+        else:
+            seconds += _moved_bytes(node, fuses) / times(result.device, torch.float32).bandwidth
+    return seconds
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def _moved_bytes(node: fx.Node, fuses: bool) -> int:
+    """Bytes that an operator reads and writes."""
+    read = {_storage_owner(n) for n in node.all_input_nodes}
+    outside = [n for n in read if not (fuses and _fusible(n))]
+    written = not fuses or any(not _fusible(user) for user in _users(node))
+    return sum(_bytes(n) for n in outside) + (_bytes(node) if written else 0)
+
+
+def _fusible(node: fx.Node) -> bool:
+    return node.op == "call_function" and not int(node_flops(node))
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """Who reads a node, through views of it."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(_users(user) if _is_view(user) else [user])
+    return found
+
+
+def _storage_owner(node: fx.Node) -> fx.Node:
+    while _is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at another's storage: its schema says that its result shares it."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    if node.target is operator.getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    returned = [] if schema is None else [r.alias_info for r in schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(int(t.numel()) * t.element_size() for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))
