@@ -22,6 +22,7 @@ from graphopt.planner.plan import Plan, Ratios
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
 from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
@@ -70,6 +71,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_controller"] = None
         self.__dict__["_subspaces"] = None
         self.__dict__["_clock"] = StepClock()
+        self.__dict__["_memory"] = MemoryWatch()
         self.__dict__["controllers"] = Controllers()
 
     def __getattr__(self, name: str) -> Any:
@@ -124,6 +126,10 @@ class OptimizedModule(nn.Module):
             last = found[0].plan
             kept = replace(self._plan, train=last.train, selection=last.selection, importance=last.importance)
             self._install(kept, self._graph, self.flops)
+        if found is not None and found[0] is not self._last_step:
+            told = self._memory.warning(*found, self._graph, lambda: self._variants.captured(args, kwargs))
+            if told is not None:
+                self.note(told)
         return found
 
     def _compressed_step(self, subspaces: Subspaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,66 @@
+"""Batches that are larger than the one that a plan within `Budget(memory=...)` was made for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from graphopt.capture import FlatInputs
+from graphopt.graph import TrainingGraph
+from graphopt.runtime.fallback import first_line
+from graphopt.runtime.variants import CompiledStep
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryWatch:
+    """Foretells the peak of steps whose inputs are larger than the planned ones, once per shape."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[torch.Size, ...]] = set()
+
+    def warning(
+        self, step: CompiledStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
+    ) -> str | None:
+        """What to tell of a step that needs more memory than its plan's budget allows; None where there is nothing new to tell.
+
+        Args:
+            planned: that the plan was made on.
+            captured: the graph of these inputs.
+        """
+        limit = step.plan.memory
+        shapes = tuple(t.shape for t in inputs.tensors)
+        if limit is None or step.plan.checking is not None or shapes in self._seen:
+            return None
+        self._seen.add(shapes)
+        if _no_larger(shapes, _input_shapes(planned)):
+            return None
+        plan, size = step.plan.without_sampling(), step.graph.batch_size
+        try:
+            graph = captured()
+            peak = limit.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
+        except Exception as error:  # training never dies of an optimisation
+            logger.warning("the memory of a batch of %d cannot be foretold: %s", size, first_line(error))
+            return None
+        if peak <= limit.peak_bytes:
+            return None
+        given = ", ".join(str(tuple(shape)) for shape in shapes)
+        return (
+            f"a step of inputs {given} needs {peak:,} bytes where memory={limit.peak_bytes:,}, because the plan was made for a "
+            "smaller example: give optimize() the largest batch, or use smaller ones"
+        )
+
+
+def _input_shapes(graph: TrainingGraph) -> list[tuple[int, ...]]:
+    """Of the caller's tensors, at the batch size that the graph is planned for."""
+    nodes = zip(graph.inputs, graph.placeholders, strict=True)
+    by_position = {desc.target: node.meta["val"].shape for desc, node in nodes if desc.kind == "input"}
+    return [tuple(int(graph.at(size, graph.batch_size)) for size in by_position[i]) for i in sorted(by_position)]
+
+
+def _no_larger(shapes: tuple[torch.Size, ...], others: list[tuple[int, ...]]) -> bool:
+    return len(shapes) == len(others) and all(
+        len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in zip(shapes, others, strict=True)
+    )

@@ -1,0 +1,78 @@
+"""A budget for memory holds for the example; of larger batches the user is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from graphopt.planner.memory_limit import MemoryLimit
+from tests import zoo
+from tests.messages import warnings_of
+
+
+def limited(batch: int, room: float = 1.05) -> tuple[graphopt.OptimizedModule, int]:
+    """A model within a little more than what a step of `batch` needs."""
+    model, inputs = zoo.make("mlp", batch)
+    memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * room)
+    return graphopt.optimize(model, inputs, budget=graphopt.Budget(memory=memory), backend="aot_eager"), memory
+
+
+def step(opt: nn.Module, batch: int) -> None:
+    zoo.call(opt, zoo.make("mlp", batch)[1]).backward()
+
+
+def test_of_a_larger_batch_that_needs_more_the_user_is_told_once() -> None:
+    opt, memory = limited(8)
+    with warnings_of() as told:
+        for batch in (8, 3, 8, 7):
+            step(opt, batch)
+        assert not opt.report.notes
+        for _ in range(3):
+            step(opt, 512)
+            step(opt, 8)
+    (note,) = opt.report.notes
+    assert f"where memory={memory:,}" in note
+    needed = graphopt.analyze(*zoo.make("mlp", 512), backend="aot_eager").memory.peak_bytes
+    assert f"(512, 5), (512,) needs {needed:,} bytes" in note
+    assert told == [note]
+
+
+def test_a_larger_batch_that_fits_is_nothing_to_tell_of() -> None:
+    opt, _ = limited(8, room=1.5)
+    step(opt, 9)
+    assert not opt.report.notes
+
+
+def test_without_a_limit_nothing_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = zoo.make("mlp", 8)
+    opt = graphopt.optimize(model, inputs, budget=0.8, backend="aot_eager")
+    monkeypatch.setattr(MemoryLimit, "peak_once", None)
+    step(opt, 64)
+    assert not opt.report.notes
+
+
+def test_longer_inputs_are_larger_too() -> None:
+    model, inputs = zoo.make("bert", 4)
+    memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * 1.05)
+    opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(memory=memory), backend="aot_eager")
+    longer = {k: torch.cat([v] * 4, dim=1) if v.dim() == 2 else v for k, v in inputs.items()}
+    opt(**longer).loss.backward()
+    (note,) = opt.report.notes
+    assert "(4, 48)" in note
+
+
+def test_training_goes_on_where_it_cannot_be_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+    opt, _ = limited(8)
+
+    def fails(*args: Any) -> int:
+        raise RuntimeError("no forecast")
+
+    monkeypatch.setattr(MemoryLimit, "peak_once", fails)
+    with warnings_of() as told:
+        step(opt, 512)
+    assert ["no forecast" in text for text in told] == [True]
+    assert all(p.grad is not None for p in opt.parameters())
