@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import re
 import statistics
 import tempfile
 import time
@@ -14,6 +16,7 @@ import torch
 
 import graphopt.ops.sparse  # noqa: F401  registers the operator
 
+_NAME = re.compile(r"\d+x\d+x\d+|combine \d+x\d+ of \d+x\d+|copy \d+")
 _ENOUGH_SECONDS = 0.05
 _REPEATS = 5
 
@@ -118,6 +121,12 @@ def used_times() -> dict[str, dict[str, float]]:
     for times in _by_device.values():
         found.setdefault(times.key, {}).update(times.used)
     return found
+
+
+def are_times(times: dict[str, dict[str, float]]) -> bool:
+    """Whether these may be times that `used_times` gave: positive numbers of seconds under names of `ProductTimes`."""
+    named = [entry for seconds in times.values() for entry in seconds.items()]
+    return all(_NAME.fullmatch(name) and math.isfinite(value) and value > 0 for name, value in named)
 
 
 def adopt_times(times: dict[str, dict[str, float]]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from graphopt import compat
 from graphopt.capture import FlatInputs
 from graphopt.graph import TrainingGraph
 from graphopt.runtime.fallback import first_line
@@ -40,7 +41,8 @@ class MemoryWatch:
         plan, size = step.plan.without_sampling(), step.graph.batch_size
         try:
             graph = captured()
-            peak = limit.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
+            with compat.unobserved():
+                peak = limit.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
         except Exception as error:  # training never dies of an optimisation
             logger.warning("the memory of a batch of %d cannot be foretold: %s", size, first_line(error))
             return None

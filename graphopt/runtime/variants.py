@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from graphopt.lower import Backend, Lowered, lower
 from graphopt.passes import PassReport
 from graphopt.planner.independence import mixing_reason
 from graphopt.planner.plan import Plan
-from graphopt.planner.product_times import adopt_times, used_times
+from graphopt.planner.product_times import adopt_times, are_times, used_times
 from graphopt.probe import COUNTS, Probe, make_probe
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
@@ -308,9 +307,8 @@ class Variants:
     def prepare(self, snapshot: Any) -> Callable[[], None]:
         """See `Stateful`. Steps that were compiled by other times are compiled again."""
         saved = from_plain(_VariantsState, snapshot, "variants")
-        for times in saved.product_times.values():
-            if not all(math.isfinite(seconds) and seconds > 0 for seconds in times.values()):
-                raise InputError("variants.product_times has a time that is no positive number of seconds.")
+        if not are_times(saved.product_times):
+            raise InputError("variants.product_times has an entry that is no positive number of seconds of a product.")
         restore_uniforms = self.uniforms.prepare(saved.uniforms)
 
         def restore() -> None:

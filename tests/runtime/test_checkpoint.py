@@ -291,6 +291,11 @@ def test_steps_that_were_compiled_by_other_times_are_compiled_again(tmp_path: Pa
     tree = read_state(path)
     times = tree["parts"]["variants"]["product_times"]
     original = copy.deepcopy(times)
+    for name, value in (("no product", 1.0), ("2x3x4", 0.0), ("2x3x4", float("nan"))):
+        times["a machine"] = {name: value}
+        write_state(path, tree)
+        refused(run, path, None, "no positive number of seconds of a product")
+    del times["a machine"]
     for seconds in times.values():
         seconds.update({name: 2 * value for name, value in seconds.items()})
     write_state(path, tree)

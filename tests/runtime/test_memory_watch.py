@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
+from graphopt.analysis.flops import flop_profile
 from graphopt.planner.memory_limit import MemoryLimit
 from tests import zoo
 from tests.messages import warnings_of
@@ -39,6 +41,15 @@ def test_of_a_larger_batch_that_needs_more_the_user_is_told_once() -> None:
     needed = graphopt.analyze(*zoo.make("mlp", 512), backend="aot_eager").memory.peak_bytes
     assert f"(512, 5), (512,) needs {needed:,} bytes" in note
     assert told == [note]
+
+
+def test_a_flop_counter_sees_the_step_alone() -> None:
+    opt, _ = limited(8)
+    with FlopCounterMode(display=False) as counter:
+        step(opt, 512)
+    assert opt.last_step is not None
+    assert counter.get_total_flops() == flop_profile(opt.last_step.graph).step
+    assert opt.report.notes
 
 
 def test_a_larger_batch_that_fits_is_nothing_to_tell_of() -> None:
