@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from graphopt.passes import Recompute
+from torch import nn
 
 import graphopt
 from graphopt.analysis.flop_formulas import node_flops
@@ -76,3 +78,28 @@ def test_a_sampled_backward_is_the_same_with_and_without_fusion(name: str) -> No
     for parameter, gradient in gradients[1].items():
         if gradient is not None:
             torch.testing.assert_close(gradients[0][parameter], gradient, rtol=1e-3, atol=1e-4 * largest)
+
+
+def test_computed_again_dropout_is_what_the_forward_drew() -> None:
+    torch.manual_seed(0)
+    block = lambda: nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Dropout(0.3), nn.Linear(24, 6), nn.Dropout(0.3))  # noqa: E731
+    model = nn.Sequential(*(block() for _ in range(3)), nn.Linear(6, 1), nn.Flatten(0)).double()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    segments = [site.name for site in Recompute().applicable(graphopt.analyze(model, (x,)).graph)]
+    opt = graphopt.optimize(model, (x,), passes=[Recompute(segments=tuple(segments))])
+    assert opt.report.passes == ["recompute"]
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(3)
+        return opt(x).square().sum()
+
+    loss().backward()
+    directions = [(p, torch.randn_like(p)) for p in model.parameters()]
+    values = []
+    for shift in (1e-6, -2e-6):
+        with torch.no_grad():
+            for parameter, direction in directions:
+                parameter += shift * direction
+        values.append(loss().item())
+    slope = sum(float((p.grad * direction).sum()) for p, direction in directions if p.grad is not None)
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-6, rel=1e-6)
