@@ -77,18 +77,28 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[di
 
     Args:
         run_one: (args, kind, seed, (train, validation), number of classes, progress bar) -> result.
+    Returns:
+        With `args.resume` all results in `args.out`, where runs that earlier calls finished are not run again.
     """
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "results.json"
+    settings = {k: v for k, v in vars(args).items() if k not in ("runs", "seeds", "out", "resume")}
+    results: list[dict] = []
+    if args.resume and file.exists():
+        earlier = json.loads(file.read_text())
+        if earlier["settings"] != settings:
+            raise SystemExit(f"{file} holds results of other settings ({earlier['settings']}): name another folder with --out.")
+        results = earlier["results"]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
     data = Glosses("train", labels, args.length), Glosses("validation", labels, args.length, args.validation_rows)
-    args.out.mkdir(parents=True, exist_ok=True)
-    results: list[dict] = []
     with Progress(console=Console()) as bar:
         for seed in args.seeds:
             for kind in args.runs:
-                results.append(run_one(args, kind, seed, data, len(labels), bar))
-                (args.out / "results.json").write_text(json.dumps(results, indent=1))
+                if not any((r["run"], r["seed"]) == (kind, seed) for r in results):
+                    results.append(run_one(args, kind, seed, data, len(labels), bar))
+                    file.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
     return results
 
 
@@ -236,6 +246,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--reselect", type=int, default=1250, help="steps between selections (an epoch is 1250)")
     parser.add_argument("--validation-rows", type=int, default=5000)
     parser.add_argument("--out", type=Path, default=Path("out/glosses"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that are finished in --out")
     args = parser.parse_args(argv)
 
     console, results = Console(), run_every(args, fine_tune)

@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--evaluate", type=int, default=150)
     parser.add_argument("--validation-rows", type=int, default=5000)
     parser.add_argument("--out", type=Path, default=Path("out/lsp"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that are finished in --out")
     args = parser.parse_args()
     console, results = Console(), run_every(args, fine_tune)
     table = Table(title="WordNet glosses, MiniLM-L6")

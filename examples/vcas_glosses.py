@@ -175,6 +175,7 @@ def main() -> None:
     parser.add_argument("--evaluate", type=int, default=150)
     parser.add_argument("--validation-rows", type=int, default=5000)
     parser.add_argument("--out", type=Path, default=Path("out/vcas"))
+    parser.add_argument("--resume", action="store_true", help="keep the runs that are finished in --out")
     args = parser.parse_args()
     console, results = Console(), run_every(args, fine_tune)
     plot(results, args.out / "curves.png")
