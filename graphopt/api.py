@@ -28,7 +28,7 @@ from graphopt.errors import ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, RunLora, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.importance import Importance, measure_importance
 from graphopt.planner.joint_plan import Means, default_compression, within_memory
@@ -132,6 +132,9 @@ def make_plan(
     Args:
         auto: passes that have nothing to do are left out.
     """
+    for rewrite in passes:
+        if isinstance(rewrite, Recompute):
+            rewrite.check(graph)
     imprecise: dict[str, float] = {}
     if any(isinstance(p, RunLora) for p in passes):
         sites = find_lora_sites(graph)

@@ -34,6 +34,19 @@ class Recompute:
     preserves = Preserves.EXACT
     serves = ("memory",)
 
+    def check(self, graph: TrainingGraph) -> None:
+        """See that the segments that were named are among the graph's.
+
+        Raises:
+            PassError: they are not.
+        """
+        if isinstance(self.segments, str):
+            raise PassError(f"recompute: segments={self.segments!r} is one name; give a tuple of names.")
+        known = [segment.name for segment in find_segments(graph)]
+        unknown = [name for name in self.segments or () if name not in known]
+        if unknown:
+            raise PassError(f"the forward has no segment {unknown[0]!r}: it has {', '.join(known) or 'none'}.")
+
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every segment of the forward that keeps anything for the backward; the name says where it ends."""
         return [Site(segment.name) for segment in find_segments(graph) if segment.saved_bytes]
@@ -44,10 +57,8 @@ class Recompute:
         Raises:
             PassError: an unknown segment.
         """
+        Recompute(tuple(sorted(decisions))).check(graph)
         segments = {segment.name: (i, segment) for i, segment in enumerate(find_segments(graph), 1)}
-        unknown = sorted(set(decisions) - set(segments))
-        if unknown:
-            raise PassError(f"the forward has no segment {', '.join(unknown)}: it has {', '.join(segments)}.")
         simplify_sizes(graph.graph)  # no size is read off a tensor that is no longer there
         taken = max((int(n.meta.get("ac_graph_id") or 0) for n in graph.graph.nodes), default=0)
         for name in decisions:

@@ -195,4 +195,4 @@ def module_path(node: fx.Node) -> str:
     path = str(path)
     for prefix in ("L['self'].", "L__self___"):
         path = path.removeprefix(prefix)
-    return path.removeprefix("model.") if path.startswith("model.") else path
+    return "" if path == "model" else path.removeprefix("model.")

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphopt.analysis.flop_formulas import node_flops
+from graphopt.analysis.liveness import module_path
 from graphopt.analysis.saved import view_source
 from graphopt.compat import OpOverload, is_recomputed
 from graphopt.graph import TrainingGraph, ancestors, descendants
@@ -91,7 +92,7 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
         kept = {view_source(n) for n in inside if n in saved} & set(inside)
         found.append(
             Segment(
-                f"{index + 1} {_module(nodes[end - 1])}".strip(),
+                f"{index + 1} {module_path(nodes[end - 1])}".strip(),
                 tuple(inside),
                 tuple(name for name, first in first_read.items() if first == index),
                 sum(_bytes(graph, n) for n in kept),
@@ -207,8 +208,3 @@ def _bytes(graph: TrainingGraph, node: fx.Node) -> int:
                 elements *= graph.at(size, graph.batch_size)
             total += elements * value.element_size()
     return total
-
-
-def _module(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((str(path) for path, _ in reversed(list(stack.values()))), "")

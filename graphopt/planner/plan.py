@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.segments import find_segments
 from graphopt.budget import Budget
 from graphopt.compressed_gradients import Exchange
 from graphopt.errors import BudgetError, PassError
@@ -194,8 +195,8 @@ class Plan:
     def _segments(self, rewrite: Recompute, graph: TrainingGraph) -> tuple[str, ...]:
         """The segments to compute again; all of them in a graph that has not the same ones, as for another sequence length."""
         wanted = self.recompute if rewrite.segments is None else rewrite.segments
-        known = {site.name for site in rewrite.applicable(graph)}
-        return wanted if rewrite.segments is not None or known.issuperset(wanted) else tuple(known)
+        known = {segment.name for segment in find_segments(graph)}
+        return tuple(wanted) if known.issuperset(wanted) else tuple(site.name for site in rewrite.applicable(graph))
 
     def sampled_part(self, graph: TrainingGraph, batch_size: int, reports: Sequence[PassReport]) -> float:
         """FLOPs of a step as a part of those with every row kept, all else being equal.

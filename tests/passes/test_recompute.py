@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from graphopt.passes import Recompute, run_pass
 from torch import Tensor, nn
 
+import graphopt
 from graphopt import PassError
 from graphopt.analysis.segments import find_segments
 from graphopt.analysis.step_memory import step_memory
@@ -14,6 +17,7 @@ from graphopt.capture import as_call, capture_to_run
 from graphopt.graph import TrainingGraph
 from graphopt.testing import check_pass
 from tests import zoo
+from tests.messages import warnings_of
 
 
 class Tower(nn.Module):
@@ -107,8 +111,42 @@ def test_what_a_custom_operator_returned_is_kept() -> None:
 
 
 def test_an_unknown_segment_is_refused() -> None:
-    with pytest.raises(PassError, match="no segment 99"):
+    with pytest.raises(PassError, match="no segment '99'"):
         run_pass(Recompute(), captured(Tower(), (torch.randn(4, 16),)), ["99"])
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"), [(("1 blocks.0.3", "99"), "has no segment .99.: it has 1 blocks.0.3, 2"), ("99", "'99' is one name")]
+)
+def test_segments_that_the_example_has_not_are_refused_at_once(segments: Any, message: str) -> None:
+    with pytest.raises(PassError, match=message):
+        graphopt.optimize(Tower(), (torch.randn(4, 16),), passes=[Recompute(segments)], backend="aot_eager")
+
+
+class AsLong(Tower):
+    """As many blocks as the input is long."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: x.shape[1]]:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_inputs_whose_graph_has_other_segments_have_all_of_theirs_computed_again() -> None:
+    torch.manual_seed(0)
+    model, long, short = AsLong(depth=6).double(), torch.randn(8, 6, 16).double(), torch.randn(8, 2, 16).double()
+    names = [site.name for site in Recompute().applicable(captured(model, (long,)))]
+    opt = graphopt.optimize(model, (long,), passes=[Recompute(tuple(names[-2:]))], backend="aot_eager")
+    for x in (long, short):
+        with warnings_of() as told:
+            opt(x).backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        model(x).backward()
+        torch.testing.assert_close(found, [p.grad for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        assert not told
+        assert opt.report.passes == ["recompute"]
 
 
 class Normed(nn.Module):
