@@ -1,9 +1,11 @@
 """Quiet third-party libraries, one seed for every test, and what the fuzzer tells at the end."""
 
+import contextlib
 import logging
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +17,9 @@ import torch
 from hypothesis import settings
 
 from tests import zoo
+from tests.shared_captures import shared_captures
+
+ABOUT_TRACING = {"tests.test_capture", "tests.integrations.test_dynamo", "tests.properties.test_random_models"}
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
@@ -22,6 +27,13 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _shared_captures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing but what is about tracing traces a model twice."""
+    with contextlib.nullcontext() if request.module.__name__ in ABOUT_TRACING else shared_captures():
+        yield
 
 
 settings.register_profile("unhurried", deadline=None)

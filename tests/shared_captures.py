@@ -1,0 +1,85 @@
+"""Traces of models that are alike are made once per process: tracing takes most of the suite's time.
+
+Alike are models that pickle to the same bytes with the same Python state, buffers included, but for the values of parameters,
+which no trace depends on. A model that cannot be pickled is traced. Tests of tracing itself do without (`tests/conftest.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+import graphopt.capture
+from graphopt.graph import TrainingGraph
+
+LIMIT = 48
+"""Graphs that are kept, those used last."""
+
+_trace = graphopt.capture._trace
+_known: OrderedDict[Hashable, TrainingGraph] = OrderedDict()
+
+
+@contextlib.contextmanager
+def shared_captures() -> Iterator[None]:
+    """Have `graphopt.capture` look up a trace before it makes one."""
+    with mock.patch("graphopt.capture._trace", _shared_trace):
+        yield
+
+
+def _shared_trace(model: nn.Module, *arguments: Any) -> TrainingGraph:
+    key = _fingerprint(model, arguments)
+    if key is None:
+        return _trace(model, *arguments)
+    if key not in _known:
+        _known[key] = _trace(model, *arguments)
+        while len(_known) > LIMIT:
+            _known.popitem(last=False)
+    _known.move_to_end(key)
+    return _known[key]
+
+
+def _fingerprint(model: nn.Module, arguments: tuple[Any, ...]) -> str | None:
+    """Of all that a trace depends on; None where that cannot be told."""
+    inputs, tensors, *rest = arguments
+    surroundings = (
+        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+    )  # fmt: skip
+    file = io.BytesIO()
+    try:
+        _Pickler(file, (*inputs.tensors, *tensors)).dump((surroundings, model, inputs, tensors, rest))
+    except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError):
+        return None
+    return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+class _Pickler(pickle.Pickler):
+    """Writes parameters and `inputs` by what describes them, and other tensors by value."""
+
+    def __init__(self, file: io.BytesIO, inputs: Iterable[Tensor]) -> None:
+        super().__init__(file)
+        self._inputs = {id(t) for t in inputs}
+        self._storages: dict[int, int] = {}
+
+    def persistent_id(self, value: object) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        if isinstance(value, FakeTensor) or value.is_meta:
+            raise pickle.PicklingError("a tensor of another trace")
+        place = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+        described = (
+            type(value).__name__, place, value.storage_offset(), tuple(value.shape), tuple(value.stride()), str(value.dtype),
+            str(value.device), value.requires_grad,
+        )  # fmt: skip
+        if isinstance(value, nn.Parameter) or id(value) in self._inputs:
+            return described
+        return (*described, value.tolist())
