@@ -17,9 +17,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 
 import graphopt.capture
+from graphopt import compat
 from graphopt.graph import TrainingGraph
 
 LIMIT = 48
@@ -73,9 +73,9 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         if not isinstance(value, Tensor):
             return None
-        if isinstance(value, FakeTensor) or value.is_meta:
+        if compat.fake_mode_of([value]) is not None or value.is_meta:
             raise pickle.PicklingError("a tensor of another trace")
-        place = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+        place = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
         described = (
             type(value).__name__, place, value.storage_offset(), tuple(value.shape), tuple(value.stride()), str(value.dtype),
             str(value.device), value.requires_grad,
