@@ -8,6 +8,7 @@ that is read off the graph (FLOPs, bytes) is a formula in `B`. Passes rewrite a 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, expression, output_list
+from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, expression, graph_module, output_list
 from graphopt.errors import PassError
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)
@@ -128,9 +129,7 @@ class TrainingGraph:
 
     def at(self, value: Any, batch_size: int) -> int:
         """An int or symbolic int of this graph at a concrete batch size."""
-        if isinstance(value, int):
-            return value
-        return int(expression(value).subs(dict.fromkeys(self.symbols, batch_size)))
+        return value if isinstance(value, int) else _at(expression(value), self.symbols, batch_size)
 
     def accepts(self, batch_size: int) -> bool:
         """Whether the graph is valid for `batch_size`: every condition the trace relied on holds there."""
@@ -148,7 +147,7 @@ class TrainingGraph:
         output = graph.graph_copy(self.graph, mapping)
         result = graph.output(output)
         result.meta = copy.copy(self.graph.output_node().meta)
-        return replace(self, module=fx.GraphModule(self.module, graph), notes=list(self.notes))
+        return replace(self, module=graph_module(self.module, graph), notes=list(self.notes))
 
     def drop_gradient(self, name: str) -> None:
         """Stop returning the gradient of parameter `name`; `eliminate_dead_code` removes what only it needed.
@@ -192,6 +191,11 @@ class TrainingGraph:
     def eliminate_dead_code(self) -> int:
         """Remove nodes that no output needs; returns how many."""
         return remove_dead_nodes(self.module)
+
+
+@functools.lru_cache(maxsize=10_000)  # the same few formulas, tens of thousands of times
+def _at(formula: sympy.Expr, symbols: frozenset[sympy.Symbol], batch_size: int) -> int:
+    return int(formula.subs(dict.fromkeys(symbols, batch_size)))
 
 
 def remove_dead_nodes(module: fx.GraphModule) -> int:

@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import expression, output_list
+from graphopt.compat import expression, graph_module, output_list
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
@@ -70,7 +70,7 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.Gr
     output = graph.graph_copy(backward.graph, mapping)
     result = graph.output(output)
     result.meta = dict(backward.graph.output_node().meta)
-    module = fx.GraphModule(backward, graph)
+    module = graph_module(backward, graph)
     gone = {mapping[node] for node in backward.graph.nodes if node.op == "placeholder" and node.name in absent}
     placeholders = list(gone)
     for node in list(graph.nodes):

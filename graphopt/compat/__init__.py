@@ -30,6 +30,7 @@ from graphopt.compat.fakes import (
     run_on_metadata as run_on_metadata,
     unsynced_tracing_context as unsynced_tracing_context,
 )
+from graphopt.compat.graph_modules import graph_module as graph_module, lazy_graph_modules as lazy_graph_modules
 from graphopt.compat.joint import (
     BatchSpecialised as BatchSpecialised,
     InputDesc as InputDesc,

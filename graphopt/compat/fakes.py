@@ -10,6 +10,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from graphopt.compat.graph_modules import lazy_graph_modules
+
 
 def output_list(module: fx.GraphModule) -> list[Any]:
     """What a graph returns, one entry per output."""
@@ -110,6 +112,7 @@ def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, deco
         enable_python_dispatcher(),
         fx.traceback.preserve_node_meta(),
         unsynced_tracing_context(fake_mode),
+        lazy_graph_modules(),
     ):
         return fx.experimental.proxy_tensor.make_fx(run, decomposition_table=table)(*args)
 

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import fake_mode_of, no_autocast, output_list, unsynced_tracing_context
+from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
 
 
 def partition(
@@ -25,20 +25,21 @@ def partition(
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
 
-    if not inductor:
-        return default_partition(
-            joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
+    with lazy_graph_modules():
+        if not inductor:
+            return default_partition(
+                joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
+            )
+        values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+        with V.set_fake_mode(fake_mode_of(values)):
+            joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
+        return min_cut_rematerialization_partition(
+            joint,
+            (),
+            compiler="inductor",
+            num_fwd_outputs=num_forward_outputs,
+            static_lifetime_input_indices=list(static_inputs),
         )
-    values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    with V.set_fake_mode(fake_mode_of(values)):
-        joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
-    return min_cut_rematerialization_partition(
-        joint,
-        (),
-        compiler="inductor",
-        num_fwd_outputs=num_forward_outputs,
-        static_lifetime_input_indices=list(static_inputs),
-    )
 
 
 Compiled = Callable[[list[Any]], Sequence[Any]]

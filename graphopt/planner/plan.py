@@ -19,6 +19,7 @@ from graphopt.planner.contraction import ETA, Choice, choose_orders
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit, orders_within
 from graphopt.planner.product_times import product_times
+from graphopt.planner.rewrites import once
 from graphopt.planner.selection import BackwardCosts, Selection, infeasible, select
 
 PassList = str | Sequence[str | Pass]
@@ -167,7 +168,7 @@ class Plan:
                 decisions &= self.train
                 if not decisions:
                     raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
-            graph, report = run_pass(rewrite, graph, decisions)
+            graph, report = once(run_pass, rewrite, graph, decisions)
             if isinstance(rewrite, Lsp) and self.offload is not None and self.checking is None and self.compressed:
                 gated = rewrite.schedule == "layerwise"
                 graph = insert_offload(graph, self.compressed, *self.offload, gated)

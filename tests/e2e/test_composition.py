@@ -65,13 +65,12 @@ def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -
     assert opt.sample_ratios
 
 
-@pytest.mark.parametrize(("name", "flops"), [("bert", 0.8), ("lora", 0.8)])
-@pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
-def test_training_with_everything_at_once(name: str, flops: float, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt, optimizer, data = optimised(name, flops, schedule=schedule)
+@pytest.mark.parametrize(("name", "schedule"), [("bert", "sequential"), ("bert", "layerwise"), ("lora", "layerwise")])
+def test_training_with_everything_at_once(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt, optimizer, data = optimised(name, 0.8, schedule=schedule)
     assert [p.name for p in opt._plan.passes] == ["greentrainer", "runlora", "vcas", "lsp"]
     losses, sampled, selections = [], 0, {opt.selected}
-    for step in range(24):
+    for step in range(18):
         batch = data[step % 2]
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         loss = opt(**batch).loss
@@ -89,12 +88,12 @@ def test_training_with_everything_at_once(name: str, flops: float, schedule: str
         opt.controller.after_step(batch)
         sampled += opt.last_step is not None and opt.last_step.sampled_part < 1
         losses.append(float(loss))
-        if step in (8, 16):
+        if step == 8:
             prefer_others(opt, monkeypatch)
             assert opt.reselect(data[2], optimizer).changed
             selections.add(opt.selected)
     assert sampled > 4
-    assert len(selections) > 1
+    assert len(selections) == 2
     assert sum(losses[-4:]) < sum(losses[:4])
     report = opt.report
     assert report.passes == ["greentrainer", *(["runlora"] if name == "lora" else []), "vcas", "lsp"]

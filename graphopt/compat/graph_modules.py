@@ -1,0 +1,25 @@
+"""Graph modules that generate their Python code when it is first asked for.
+
+Most are rewritten and interpreted, or read by Inductor: nobody runs or prints their code, which takes about a quarter of the time
+of a rewrite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import fx, nn
+
+
+def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module of `graph` with the attributes of `root` that it reads."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph)
+
+
+def lazy_graph_modules() -> contextlib.AbstractContextManager[None]:
+    """torch's own functions make such modules, too."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)

@@ -1,0 +1,49 @@
+"""Rewrites that were made lately: plans that differ in one pass share what runs before it, and need not make it again."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Set
+from typing import Any
+
+from torch import fx
+
+from graphopt.graph import TrainingGraph
+from graphopt.passes import Pass, PassReport
+
+LIMIT = 4
+"""Rewrites that are kept per graph, those used last."""
+
+Rewritten = tuple[TrainingGraph, PassReport]
+
+_made: weakref.WeakKeyDictionary[fx.GraphModule, OrderedDict[Hashable, tuple[Pass, Rewritten]]] = weakref.WeakKeyDictionary()
+
+
+def once(run: Callable[[Pass, TrainingGraph, Any], Rewritten], rewrite: Pass, graph: TrainingGraph, decisions: Any) -> Rewritten:
+    """`run(rewrite, graph, decisions)`, or what it gave before for the same pass, graph, batch size and decisions.
+
+    Graphs are not changed once they are made (`run_pass` rewrites a clone), so that one can have several readers.
+    """
+    frozen = _frozen(decisions)
+    if frozen is None:
+        return run(rewrite, graph, decisions)
+    made = _made.setdefault(graph.module, OrderedDict())
+    key = (id(rewrite), graph.batch_size, frozen)  # the entry holds the pass, so that no other has its id
+    if key not in made:
+        made[key] = rewrite, run(rewrite, graph, decisions)
+        while len(made) > LIMIT:
+            made.popitem(last=False)
+    made.move_to_end(key)
+    return made[key][1]
+
+
+def _frozen(decisions: Any) -> Hashable | None:
+    """Decisions as a key, their order included where they have one; None where they cannot be one."""
+    frozen = tuple(decisions.items()) if isinstance(decisions, Mapping) else decisions
+    frozen = frozenset(frozen) if isinstance(frozen, Set) else frozen
+    try:
+        hash(frozen)
+    except TypeError:
+        return None
+    return type(decisions).__name__, frozen
