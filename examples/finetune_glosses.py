@@ -86,8 +86,8 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[di
     results: list[dict] = []
     if args.resume and file.exists():
         earlier = json.loads(file.read_text())
-        if earlier["settings"] != settings:
-            raise SystemExit(f"{file} holds results of other settings ({earlier['settings']}): name another folder with --out.")
+        if not isinstance(earlier, dict) or earlier["settings"] != settings:
+            raise SystemExit(f"{file} holds results of other settings: name another folder with --out.")
         results = earlier["results"]
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -96,9 +96,11 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[di
     with Progress(console=Console()) as bar:
         for seed in args.seeds:
             for kind in args.runs:
-                if not any((r["run"], r["seed"]) == (kind, seed) for r in results):
-                    results.append(run_one(args, kind, seed, data, len(labels), bar))
-                    file.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+                if not any((r["kind"], r["seed"]) == (kind, seed) for r in results):
+                    results.append({"kind": kind, **run_one(args, kind, seed, data, len(labels), bar)})
+                    partial = file.with_suffix(".partial")
+                    partial.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
+                    partial.replace(file)
     return results
 
 

@@ -77,7 +77,7 @@ def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Se
     """A callable that takes one list of arguments and empties it, so that each is freed after its last use."""
     if callable(backend):
         inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        compiled = backend(module, inputs)
+        compiled = backend(fx.GraphModule(module, module.graph), inputs)  # not a lazy one, which torch.compile does not look into
 
         def call(args: list[Any]) -> Sequence[Any]:
             flat = tuple(args)

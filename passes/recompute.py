@@ -9,7 +9,7 @@ Preserves: EXACT.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from graphopt.passes.base import Changes, Preserves, Site
@@ -42,10 +42,7 @@ class Recompute:
         """
         if isinstance(self.segments, str):
             raise PassError(f"recompute: segments={self.segments!r} is one name; give a tuple of names.")
-        known = [segment.name for segment in find_segments(graph)]
-        unknown = [name for name in self.segments or () if name not in known]
-        if unknown:
-            raise PassError(f"the forward has no segment {unknown[0]!r}: it has {', '.join(known) or 'none'}.")
+        _require(self.segments or (), [segment.name for segment in find_segments(graph)])
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every segment of the forward that keeps anything for the backward; the name says where it ends."""
@@ -57,8 +54,8 @@ class Recompute:
         Raises:
             PassError: an unknown segment.
         """
-        Recompute(tuple(sorted(decisions))).check(graph)
         segments = {segment.name: (i, segment) for i, segment in enumerate(find_segments(graph), 1)}
+        _require(decisions, segments)
         simplify_sizes(graph.graph)  # no size is read off a tensor that is no longer there
         taken = max((int(n.meta.get("ac_graph_id") or 0) for n in graph.graph.nodes), default=0)
         for name in decisions:
@@ -68,3 +65,9 @@ class Recompute:
         graph.eliminate_dead_code()
         left = {name: "kept for the backward" for name, (_, s) in segments.items() if name not in decisions and s.saved_bytes}
         return Changes(tuple(name for name in segments if name in decisions), left)
+
+
+def _require(names: Iterable[str], known: Collection[str]) -> None:
+    unknown = sorted(set(names).difference(known))
+    if unknown:
+        raise PassError(f"the forward has no segment {unknown[0]!r}: it has {', '.join(known) or 'none'}.")

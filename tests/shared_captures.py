@@ -1,7 +1,8 @@
 """Traces of models that are alike are made once per process: tracing takes most of the suite's time.
 
-Alike are models that pickle to the same bytes with the same Python state, buffers included, but for the values of parameters,
-which no trace depends on. A model that cannot be pickled is traced. Tests of tracing itself do without (`tests/conftest.py`).
+Alike are models that pickle to the same bytes: the same Python state and buffers. Values of parameters and inputs do not count,
+as no trace depends on them. A model that cannot be pickled, or has methods of its own, is traced; what is patched into a class is
+not seen. Tests of tracing itself do without (`tests/conftest.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import io
 import pickle
+import types
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
@@ -51,13 +53,12 @@ def _shared_trace(model: nn.Module, *arguments: Any) -> TrainingGraph:
 def _fingerprint(model: nn.Module, arguments: tuple[Any, ...]) -> str | None:
     """Of all that a trace depends on; None where that cannot be told."""
     inputs, tensors, *rest = arguments
-    surroundings = (
-        torch.get_default_dtype(), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
-    )  # fmt: skip
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    surroundings = torch.get_default_dtype(), torch.is_grad_enabled(), autocast
     file = io.BytesIO()
     try:
         _Pickler(file, (*inputs.tensors, *tensors)).dump((surroundings, model, inputs, tensors, rest))
-    except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError):
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # among them RecursionError, NotImplementedError
         return None
     return hashlib.sha256(file.getvalue()).hexdigest()
 
@@ -69,6 +70,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file)
         self._inputs = {id(t) for t in inputs}
         self._storages: dict[int, int] = {}
+        self._tensors: dict[int, int] = {}
+
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, types.MethodType):
+            raise pickle.PicklingError("a method is pickled by its name alone")
+        return NotImplemented
 
     def persistent_id(self, value: object) -> Any:
         if not isinstance(value, Tensor):
@@ -76,9 +83,10 @@ class _Pickler(pickle.Pickler):
         if compat.fake_mode_of([value]) is not None or value.is_meta:
             raise pickle.PicklingError("a tensor of another trace")
         place = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
+        same = self._tensors.setdefault(id(value), len(self._tensors))
         described = (
-            type(value).__name__, place, value.storage_offset(), tuple(value.shape), tuple(value.stride()), str(value.dtype),
-            str(value.device), value.requires_grad,
+            type(value).__name__, same, place, value.storage_offset(), tuple(value.shape), tuple(value.stride()),
+            str(value.dtype), str(value.device), value.requires_grad,
         )  # fmt: skip
         if isinstance(value, nn.Parameter) or id(value) in self._inputs:
             return described

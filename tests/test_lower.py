@@ -1,6 +1,7 @@
 """Outputs and buffers as eager mode has them: views, aliases, updates, layouts, precision."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -161,3 +162,19 @@ def test_after_a_step_nothing_is_left_but_the_gradients(backend: str) -> None:
         model.zero_grad()
     _, rest = peak_and_rest(step)
     assert rest == sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_backend_of_the_users_can_compile_what_it_is_given() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    compiled = []
+
+    def backend(module: torch.fx.GraphModule, examples: list[Tensor]) -> Any:
+        compiled.append(module)
+        assert "def forward" in module.recompile().src
+        return torch.compile(module, fullgraph=True, backend="eager")
+
+    zoo.call(graphopt.optimize(model, inputs, backend=backend), inputs).backward()
+    reference, _ = zoo.make("mlp", 4)
+    zoo.call(reference, inputs).backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    assert len(compiled) == 2

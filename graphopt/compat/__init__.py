@@ -4,8 +4,8 @@ Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types de
 `OutputDesc`) and ordinary FX graphs, so a new torch release means mending this package alone.
 
 Map: `joint`, from a model to Dynamo's graph and the joint graph; `fakes`, shapes without memory and tracing again;
-`recompute`, what the backward computes again; `inductor`, partitioning and compiling; `inductor_program`, what Inductor's
-programs allocate. The names of the first three are found here, too.
+`graph_modules`, graphs whose Python code nobody reads; `recompute`, what the backward computes again; `inductor`, partitioning
+and compiling; `inductor_program`, what Inductor's programs allocate. The names of the first four are found here, too.
 """
 
 from __future__ import annotations

@@ -126,8 +126,10 @@ class TrainerCallback(transformers.TrainerCallback):
                 )
                 if isinstance(opt, OptimizedModule) and opt.subspaces is not None:
                     raise PassError(_COMPRESSES)
-            if resumed is not None and isinstance(opt, OptimizedModule):
-                _resume(opt, resumed, steps)
+            if isinstance(opt, OptimizedModule):
+                opt.controllers.add(steps.savings)
+                if resumed is not None:
+                    _resume(opt, resumed, steps)
             return opt
 
         steps = TrainingSteps(diverted, make, optimizer, every, state.global_step)

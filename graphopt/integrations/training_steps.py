@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from graphopt.integrations.diverted import Diverted
 from graphopt.passes.vcas import ROWS, Vcas
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.variants import CAPTURE_LIMIT
 
 ATTEMPTS = 3
@@ -82,6 +84,17 @@ class Savings:
     def saved(self) -> float:
         """Part of full training's FLOPs that was saved."""
         return 1 - (self.spent + self.overhead) / self.steps if self.steps else 0.0
+
+    def snapshot(self) -> Any:
+        """See `Stateful`."""
+        return to_plain(self)
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(Savings, snapshot, "the FLOPs so far")
+        if not all(math.isfinite(value) and value >= 0 for value in vars(saved).values()):
+            raise InputError("the FLOPs so far are not all finite numbers of at least 0.")
+        return lambda: vars(self).update(vars(saved))
 
 
 class TrainingSteps:

@@ -12,8 +12,8 @@ from torch import fx
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass, PassReport
 
-LIMIT = 4
-"""Rewrites that are kept per graph, those used last."""
+LIMIT = 3
+"""Rewrites that are kept per graph, those used last; of each as many again, one pass further on."""
 
 Rewritten = tuple[TrainingGraph, PassReport]
 
@@ -21,15 +21,17 @@ _made: weakref.WeakKeyDictionary[fx.GraphModule, OrderedDict[Hashable, tuple[Pas
 
 
 def once(run: Callable[[Pass, TrainingGraph, Any], Rewritten], rewrite: Pass, graph: TrainingGraph, decisions: Any) -> Rewritten:
-    """`run(rewrite, graph, decisions)`, or what it gave before for the same pass, graph, batch size and decisions.
+    """`run(rewrite, graph, decisions)`, or what it gave before for the same pass, graph and decisions.
 
-    Graphs are not changed once they are made (`run_pass` rewrites a clone), so that one can have several readers.
+    That relies on a pass being a function of its own fields, the graph and the decisions; and on no graph being changed once it
+    is made (`run_pass` rewrites a clone), so that it can have several readers.
     """
     frozen = _frozen(decisions)
     if frozen is None:
         return run(rewrite, graph, decisions)
     made = _made.setdefault(graph.module, OrderedDict())
-    key = (id(rewrite), graph.batch_size, frozen)  # the entry holds the pass, so that no other has its id
+    own = graph.batch_size, graph.batch_dims, graph.static_reason  # graphs of one module may differ in these
+    key = run, id(rewrite), own, frozen  # the entry holds the pass, so that no other has its id
     if key not in made:
         made[key] = rewrite, run(rewrite, graph, decisions)
         while len(made) > LIMIT:

@@ -40,6 +40,9 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(tmp_path: P
     assert same(whole.model, resumed.model)
     assert history(whole, "graphopt/trained_tensors")[:12] == history(resumed, "graphopt/trained_tensors")[:12]
     assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
+    steps = len(history(whole, "graphopt/flops_saved")) - 1
+    saved = [history(run, "graphopt/flops_saved")[-1] for run in (whole, resumed)]
+    assert saved[1] == pytest.approx(saved[0] - 1 / steps)  # tensors were rated once more
 
 
 def test_sampling_is_resumed_to_the_bit(tmp_path: Path) -> None:
@@ -56,6 +59,7 @@ def test_sampling_is_resumed_to_the_bit(tmp_path: Path) -> None:
     assert same(whole.model, resumed.model)
     assert history(whole, "graphopt/keep_rows") == history(resumed, "graphopt/keep_rows")
     assert min(history(whole, "graphopt/keep_rows")) < 1
+    assert history(whole, "graphopt/flops_saved") == history(resumed, "graphopt/flops_saved")
 
 
 @pytest.mark.parametrize("lost", [False, True])
