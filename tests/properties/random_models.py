@@ -52,7 +52,8 @@ class Network(nn.Module):
         self.input_gradient = self.kind != "tokens" and c.rarely(6)
         self.strided = c.rarely(6)
         self.changed = self.kind != "tokens" and not self.input_gradient and c.rarely(10)
-        self.sizes = tuple(c.of([4, 2, 3, 5, 6, 2, 3, 4, 5, 6, 4, 1]) for _ in range(2))
+        least = 2 if any(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in self.modules()) else 1  # has no variance of one
+        self.sizes = tuple(max(least, c.of([4, 2, 3, 5, 6, 2, 3, 4, 5, 6, 4, 1])) for _ in range(2))
         if c.rarely(4):
             self.unused = nn.Linear(2, 2)
         parameters = list(self.parameters())
