@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from graphopt.analysis.flop_formulas import node_flops
+from graphopt.analysis.liveness import is_view
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes
 
@@ -42,7 +43,7 @@ def step_seconds(
     """
     seconds = 0.0
     for node in graph.graph.nodes:
-        if node.op != "call_function" or _is_view(node):
+        if node.op != "call_function" or _takes_no_time(node):
             continue
         result = next((t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)), None)
         if result is None:
@@ -65,13 +66,15 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _moved_bytes(node: fx.Node, fuses: bool) -> int:
     """Bytes that an operator reads and writes."""
-    read = {_storage_owner(n) for n in node.all_input_nodes}
+    read = {_maker(n) for n in node.all_input_nodes}
     outside = [n for n in read if not (fuses and _fusible(n))]
     written = not fuses or any(not _fusible(user) for user in _users(node))
     return sum(_bytes(n) for n in outside) + (_bytes(node) if written else 0)
 
 
 def _fusible(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        node = node.all_input_nodes[0]
     return node.op == "call_function" and not int(node_flops(node))
 
 
@@ -79,25 +82,20 @@ def _users(node: fx.Node) -> list[fx.Node]:
     """Who reads a node, through views of it."""
     found: list[fx.Node] = []
     for user in node.users:
-        found.extend(_users(user) if _is_view(user) else [user])
+        found.extend(_users(user) if _takes_no_time(user) else [user])
     return found
 
 
-def _storage_owner(node: fx.Node) -> fx.Node:
-    while _is_view(node):
+def _maker(node: fx.Node) -> fx.Node:
+    """The operator's result that a node is, or is a view of."""
+    while is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at another's storage: its schema says that its result shares it."""
-    if node.op != "call_function" or not node.all_input_nodes:
-        return False
-    if node.target is operator.getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    returned = [] if schema is None else [r.alias_info for r in schema.returns]
-    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+def _takes_no_time(node: fx.Node) -> bool:
+    """Whether a node only looks at what another made: a view of it, or one of its results."""
+    return node.target is operator.getitem or is_view(node)
 
 
 def _bytes(node: fx.Node) -> int:

@@ -51,6 +51,23 @@ def test_products_take_their_time_and_the_rest_what_it_moves() -> None:
     assert products / 1e9 < fused < seconds
 
 
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.native_layer_norm(x, [16], None, None, 1e-5)[0].t() + self.bias[:, None]
+
+
+def test_views_and_results_of_one_operator_move_nothing() -> None:
+    rows = 4
+    graph = specialise(capture(Normalised(), (torch.randn(rows, 16),), batch_dim=None), 1)
+    value, statistics, bias = rows * 16 * 4, 2 * rows * 4, 16 * 4
+    norm, addition, gradient = 2 * value + statistics, 2 * value + bias, value + bias
+    assert step_seconds(graph, False, on) == pytest.approx((norm + addition + gradient) / 1e9)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["bert", "cnn", "lstm"])
 def test_no_step_is_faster_than_its_products(name: str) -> None:
     graph = specialise(zoo.captured(name), 4)
