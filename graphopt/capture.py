@@ -17,9 +17,9 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphopt import compat
+from graphopt.compat import pytree
 from graphopt.errors import CaptureError, InputError
 from graphopt.graph import Parameter, TrainingGraph, from_export
 from graphopt.normalise import normalise

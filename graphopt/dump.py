@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import SymInt, Tensor, fx
-from torch.utils import _pytree as pytree
 
 from graphopt import compat
+from graphopt.compat import pytree
 from graphopt.graph import TrainingGraph, descendants
 from graphopt.planner.plan import Plan
 from graphopt.report.picture import block_picture

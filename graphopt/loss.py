@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from graphopt.compat import pytree
 from graphopt.errors import ImportanceError
 
 LossFunction = Callable[[Any], Tensor]

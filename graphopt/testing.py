@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import BatchDim, as_call, batch_size_of, capture_to_run, flatten_call
-from graphopt.compat import InputDesc
+from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import TOLERANCE, compare_values
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph

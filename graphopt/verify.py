@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from graphopt import compat
+from graphopt.compat import pytree
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.specialise import concrete_inputs

@@ -8,8 +8,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from graphopt.compat import pytree
 from graphopt.errors import GraphoptError
 from graphopt.graph import BATCH, TrainingGraph
 

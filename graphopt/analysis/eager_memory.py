@@ -13,7 +13,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphopt import compat
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
@@ -28,6 +27,7 @@ from graphopt.capture import (
     tiled,
     unchanged_rng,
 )
+from graphopt.compat import pytree
 from graphopt.errors import CaptureError, GraphoptError, InputError
 from graphopt.graph import BATCH
 from graphopt.integrations.models import as_if_eager

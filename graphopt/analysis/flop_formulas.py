@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from graphopt.compat import pytree
 from graphopt.ops.sparse import combine_rows_flops
 
 aten = torch.ops.aten

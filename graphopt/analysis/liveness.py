@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import OpOverload, output_list
+from graphopt.compat import OpOverload, output_list, written_arguments
 from graphopt.compat.inductor_program import Program
 
 aten = torch.ops.aten
@@ -174,8 +174,8 @@ def is_view(node: fx.Node) -> bool:
 def _written_argument(node: fx.Node) -> fx.Node | None:
     """The argument that an in-place operator returns."""
     if isinstance(node.target, OpOverload):
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+        for is_written, value in zip(written_arguments(node.target), node.args, strict=False):
+            if is_written and isinstance(value, fx.Node):
                 return value
     return None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.compat import expression
+from graphopt.compat import expression, has_schema, is_in_place
 
 aten = torch.ops.aten
 
@@ -103,9 +103,9 @@ def value_numbers(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _is_impure(node: fx.Node) -> bool:
-    if node.target is operator.getitem or not hasattr(node.target, "_schema"):
+    if node.target is operator.getitem or not has_schema(node.target):
         return False
-    return _RANDOM in node.target.tags or node.target._schema.is_mutable  # type: ignore[union-attr]
+    return _RANDOM in node.target.tags or is_in_place(node.target)  # type: ignore[union-attr]
 
 
 def _same_size(left: Any, right: Any) -> bool:

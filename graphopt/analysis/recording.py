@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphopt import compat
+from graphopt.compat import pytree
 
 
 @dataclass

@@ -6,10 +6,9 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from graphopt.analysis.liveness import is_view
-from graphopt.compat import is_recomputed
+from graphopt.compat import is_recomputed, pytree
 from graphopt.graph import TrainingGraph, ancestors
 
 _TENSORS = (Tensor, tuple, list)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import module_path
 from graphopt.analysis.saved import view_source
-from graphopt.compat import OpOverload, is_recomputed
+from graphopt.compat import OpOverload, is_in_place, is_recomputed, pytree
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
 FINEST = 32
@@ -190,7 +189,7 @@ def _gives_the_same_again(node: fx.Node) -> bool:
         return not isinstance(source, fx.Node) or source.op != "call_function" or _gives_the_same_again(source)
     if isinstance(node.target, OpOverload):
         random = torch.Tag.nondeterministic_seeded in node.target.tags
-        return node.target.namespace in _TORCHS_OWN and not random and not node.target._schema.is_mutable
+        return node.target.namespace in _TORCHS_OWN and not random and not is_in_place(node.target)
     return not isinstance(node.meta.get("val"), (Tensor, tuple, list))  # arithmetic of sizes
 
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 import graphopt
 from graphopt.bench.device import this_device
 from graphopt.bench.greentrainer import minilm_folder
 from graphopt.bench.memory import held_bytes, peak_on_cpu, peak_on_cuda
+from graphopt.compat import pytree
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers

@@ -4,8 +4,9 @@ Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types de
 `OutputDesc`) and ordinary FX graphs, so a new torch release means mending this package alone.
 
 Map: `joint`, from a model to Dynamo's graph and the joint graph; `fakes`, shapes without memory and tracing again;
-`graph_modules`, graphs whose Python code nobody reads; `recompute`, what the backward computes again; `inductor`, partitioning
-and compiling; `inductor_program`, what Inductor's programs allocate. The names of the first four are found here, too.
+`graph_modules`, graphs whose Python code nobody reads; `recompute`, what the backward computes again; `schemas`, what an operator
+writes to; `inductor`, partitioning and compiling; `inductor_program`, what Inductor's programs allocate. The names of all but
+the last two are found here, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 from typing import Any
 
 import torch
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from graphopt.compat.fakes import (
@@ -50,12 +52,21 @@ from graphopt.compat.recompute import (
     is_recomputed as is_recomputed,
     recompute_mark as recompute_mark,
 )
+from graphopt.compat.schemas import (
+    argument_defaults as argument_defaults,
+    has_schema as has_schema,
+    is_in_place as is_in_place,
+    written_arguments as written_arguments,
+)
 from graphopt.errors import TorchVersionError
 
 SUPPORTED = ((2, 11), (2, 13))
 
 OpOverload = torch._ops.OpOverload
 """The type of an operator such as `torch.ops.aten.mm.default`."""
+
+pytree = _pytree
+"""Nested lists, tuples and dicts as flat lists."""
 
 DispatchMode = TorchDispatchMode
 """Sees every operator that runs while it is entered."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphopt.capture import as_call
+from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.integrations.diverted import Diverted
 from graphopt.passes.vcas import ROWS, Vcas

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import is_view
+from graphopt.compat import pytree
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes
 

@@ -18,11 +18,10 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphopt import compat
 from graphopt.capture import flatten_call, no_generation_cache, unchanged_rng
-from graphopt.compat import InputDesc
+from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
@@ -92,7 +91,7 @@ def first_difference(
     return ""
 
 
-class _Reseeded(TorchDispatchMode):
+class _Reseeded(compat.DispatchMode):
     """Seeds the generators before every draw, and has it fill tensors in the order of their indices, whatever their layout."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -111,7 +110,7 @@ class _Reseeded(TorchDispatchMode):
         for generator in self.generators:
             generator.manual_seed(0)
         drawn = func(*ordered, **(kwargs or {}))
-        written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments[: len(args)]]
+        written = compat.written_arguments(func)[: len(args)]
         changed = [pair for pair, is_written in zip(zip(args, ordered, strict=True), written, strict=True) if is_written]
         for mine, other in (*zip(pytree.tree_leaves(result), pytree.tree_leaves(drawn), strict=True), *changed):
             if isinstance(mine, Tensor):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphopt.capture import as_call, flatten_call, unchanged_rng
+from graphopt.compat import pytree
 from graphopt.errors import InputError
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
 from graphopt.planner.plan import Ratios

@@ -16,11 +16,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from graphopt import compat
 from graphopt.capture import BatchDim, FlatInputs, batch_dims_of, batch_size_of, capture_to_run, flatten_call
-from graphopt.compat import InputDesc
+from graphopt.compat import InputDesc, pytree
 from graphopt.compat.inductor import eager_draws
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
@@ -374,9 +373,8 @@ def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {**{a.name: a.default_value for a in arguments}, **dict(zip((a.name for a in arguments), node.args, strict=False))}
-    return {**given, **node.kwargs}.get("dropout_p") != 0.0
+    defaults = compat.argument_defaults(node.target)
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get("dropout_p") != 0.0
 
 
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:

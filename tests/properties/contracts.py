@@ -20,7 +20,6 @@ from graphopt.passes import GreenTrainer, Lsp, RunLora, Vcas, run_pass
 from graphopt.passes.vcas import ROWS
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
@@ -29,6 +28,7 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.capture import capture_to_run
+from graphopt.compat import pytree
 from graphopt.errors import BudgetError, GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.verify import verify

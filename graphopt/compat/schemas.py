@@ -1,0 +1,25 @@
+"""What an operator's schema says: which arguments it has, and which of them it writes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def has_schema(operator: Any) -> bool:
+    """Whether this is one of torch's operators, and not a Python function."""
+    return hasattr(operator, "_schema")
+
+
+def is_in_place(operator: Any) -> bool:
+    """Whether an operator with a schema writes to any of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def written_arguments(operator: Any) -> list[bool]:
+    """For each argument of an operator with a schema, whether it writes to it."""
+    return [a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments]
+
+
+def argument_defaults(operator: Any) -> dict[str, Any]:
+    """The arguments of an operator with a schema in order, with their default values."""
+    return {a.name: a.default_value for a in operator._schema.arguments}
