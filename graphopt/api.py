@@ -30,12 +30,13 @@ from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
+from graphopt.planner.flops_limit import FlopsLimit, check_given
 from graphopt.planner.importance import Importance, measure_importance
 from graphopt.planner.joint_plan import Means, default_compression, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.pareto import Point, trade_offs
-from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, check_given, reachable, resolve_passes, select_tensors
+from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, resolve_passes
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
@@ -198,18 +199,18 @@ def _with_selection(
     optimizer: torch.optim.Optimizer | None,
     loss: LossFunction | None,
 ) -> Plan:
-    """The plan with the tensors to train, where they are given or the budget limits FLOPs."""
-    budget = plan.budget
+    """The plan with the tensors to train, where they are given or the budget limits FLOPs and not all can be trained."""
     given = [p.train for p in plan.passes if isinstance(p, GreenTrainer) and p.train is not None]
     if given:
-        check_given(given[0], graph, budget)
+        check_given(given[0], plan, graph)
         return replace(plan, train=frozenset(given[0]))
-    if budget.flops is None:
+    if plan.budget.flops is None:
         return plan
-    profile = flop_profile(graph)
-    names = reachable(profile, budget)
-    importance = measure_importance(model, args, kwargs, names, optimizer, loss)
-    selection = select_tensors(profile, importance, budget)
+    limit = FlopsLimit(plan, graph, flop_profile(graph))
+    if limit.everything_fits:
+        return plan
+    importance = measure_importance(model, args, kwargs, limit.reachable(), optimizer, loss)
+    selection = limit.select(importance)
     if not selection.names:
         raise ImportanceError(
             "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from graphopt.analysis.flops import FlopProfile
+
 
 @dataclass(frozen=True)
 class BackwardCosts:
@@ -74,3 +76,16 @@ def smallest_ratio(costs: BackwardCosts) -> float:
     if costs.affordable(units / 10_000) < cheapest:  # the decimal number lies a hair below the fraction
         units += 1
     return min(1.0, units / 10_000)
+
+
+def backward_costs(profile: FlopProfile) -> BackwardCosts:
+    """The selection problem of a FLOP profile."""
+    rows = {row.name: row for row in profile.tensors}
+    return BackwardCosts(
+        names=profile.order,
+        forward_flops=profile.forward,
+        classes=tuple(
+            (frozenset(i for i in range(len(profile.order)) if mask >> i & 1), flops) for mask, flops in profile.classes
+        ),
+        weight_grad_flops=tuple(rows[name].weight_grad_flops for name in profile.order),
+    )

@@ -19,9 +19,10 @@ from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, Recompute
 from graphopt.passes.lsp import compression_shape
+from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
-from graphopt.planner.plan import Plan, backward_costs
+from graphopt.planner.plan import Plan
 from graphopt.planner.selection import Selection
 from graphopt.planner.solver import Allocation, Problem, TensorBytes, evaluate, solve
 
@@ -61,7 +62,7 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     profile = flop_profile(graph)
     if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
         return plan
-    attempt = _Attempt(plan, graph, limit, least, profile, means)
+    attempt = _Attempt(plan, graph, limit, least, profile, means, _flops_saved(plan, graph, profile))
     if not attempt.may_do_anything:
         raise _too_little(plan, graph, limit, least)
     exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
@@ -99,6 +100,7 @@ class _Attempt:
 
     Attributes:
         plan_peak: what is foretold of `plan` as it is.
+        spare_flops: that its passes save, beyond what the program counts.
     """
 
     plan: Plan
@@ -107,6 +109,7 @@ class _Attempt:
     plan_peak: int
     profile: FlopProfile
     means: Means
+    spare_flops: int = 0
     importance: Importance | None = None
 
     def search(self, problem: Problem, train_all: bool = False) -> Plan | None:
@@ -115,11 +118,11 @@ class _Attempt:
         problem = everything if train_all else problem
         trained = [k for k, value in enumerate(everything.importance) if value]
         start = min(0, self.plan_peak - evaluate(problem, trained, (), ())[1])  # Inductor keeps less than the program counts
-        unseen, low, high = start, start - 1, self.limit.peak_bytes
+        unseen, low, high, spare_flops = start, start - 1, self.limit.peak_bytes, self.spare_flops
         for _ in range(ROUNDS):
             allocation = solve(
                 problem,
-                self._flops_limit(),
+                self._flops_limit(spare_flops),
                 self.limit.peak_bytes - unseen,
                 train_all=train_all,
                 may_compress=not train_all and self.means.compress is not None,
@@ -133,7 +136,10 @@ class _Attempt:
                 plan = self._plan(problem, allocation, train_all)
                 peak = _foretold(plan, self.graph, self.limit)
                 if peak <= self.limit.peak_bytes:
-                    return plan if _within_flops(plan, self.graph, self.profile) else None
+                    if _within_flops(plan, self.graph, self.profile):
+                        return plan
+                    spare_flops = allocation.step_flops - plan.rewrite(self.graph)[1][-1].step_flops_after  # less than before
+                    continue
                 low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
             if not low < unseen < high:
                 unseen = (low + high) // 2
@@ -147,7 +153,7 @@ class _Attempt:
         problem = self._as_planned(problem) if decided else problem
         allocation = solve(
             problem,
-            self._flops_limit(),
+            self._flops_limit(self.spare_flops),
             smallest_memory=True,
             train_all=decided,
             may_compress=self.means.compress is not None,
@@ -173,10 +179,10 @@ class _Attempt:
     def _may_recompute(self) -> bool:
         return any(isinstance(p, Recompute) and p.segments is None for p in self.plan.passes)
 
-    def _flops_limit(self) -> int | None:
+    def _flops_limit(self, spare_flops: int) -> int | None:
         if self.plan.budget.flops is None:
             return None
-        return backward_costs(self.profile).affordable(self.plan.budget.flops) + self.profile.forward
+        return backward_costs(self.profile).affordable(self.plan.budget.flops) + self.profile.forward + spare_flops
 
 
 def planned(
@@ -226,6 +232,14 @@ def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> boo
         return True
     reports = plan.rewrite(graph)[1]
     return not reports or reports[-1].step_flops_after <= plan.budget.flops * profile.step
+
+
+def _flops_saved(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
+    """FLOPs by which a step takes less than what is trained takes on the captured graph; below 0 if it takes more. Sampling does
+    not count, as in `FlopsLimit`."""
+    reports = plan.without_sampling().rewrite(graph)[1]
+    train = frozenset(profile.order) if plan.train is None else plan.train
+    return profile.forward + profile.cost(train) - reports[-1].step_flops_after if reports else 0
 
 
 def make_problem(

@@ -10,10 +10,11 @@ from graphopt.budget import Budget
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, Recompute
+from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.joint_plan import make_problem, planned
 from graphopt.planner.memory_limit import MemoryLimit
-from graphopt.planner.plan import Plan, backward_costs
+from graphopt.planner.plan import Plan
 from graphopt.planner.selection import smallest_ratio
 from graphopt.planner.solver import Problem, evaluate, solve
 

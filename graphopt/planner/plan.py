@@ -6,7 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.segments import find_segments
 from graphopt.budget import Budget
 from graphopt.compressed_gradients import Exchange
@@ -20,7 +19,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit, orders_within
 from graphopt.planner.product_times import product_times
 from graphopt.planner.rewrites import once
-from graphopt.planner.selection import BackwardCosts, Selection, infeasible, select
+from graphopt.planner.selection import Selection
 
 PassList = str | Sequence[str | Pass]
 
@@ -260,61 +259,3 @@ class Plan:
         if self.memory is None or rewrite.fixed_order is not None:
             return choose(0.0)
         return orders_within(self.memory, graph, batch_size, choose)
-
-
-def check_given(train: Sequence[str], graph: TrainingGraph, budget: Budget) -> None:
-    """See that the model has the tensors that the user wants trained, and that training them is within the budget's FLOPs.
-
-    Raises:
-        PassError: no such parameter.
-        BudgetError: training them needs more FLOPs.
-    """
-    known = {name: p.name for p in graph.parameters for name in (p.name, *p.aliases)}
-    for name in train:
-        if known.get(name) != name:
-            why = f"it is tied to {known[name]}: use that name" if name in known else "the model has no such parameter"
-            raise PassError(f"greentrainer cannot train {name}: {why}.")
-    profile = flop_profile(graph)
-    needed = profile.cost(set(train).intersection(profile.order))
-    if budget.flops is not None and needed > backward_costs(profile).affordable(budget.flops):
-        ratio = (profile.forward + needed) / profile.step
-        raise BudgetError(
-            f"flops={budget.flops} is less than training the tensors that were given needs: {ratio:.4f} of a full step. Train "
-            "fewer, or leave them to be selected: GreenTrainer()."
-        )
-
-
-def backward_costs(profile: FlopProfile) -> BackwardCosts:
-    """The selection problem of a FLOP profile."""
-    rows = {row.name: row for row in profile.tensors}
-    return BackwardCosts(
-        names=profile.order,
-        forward_flops=profile.forward,
-        classes=tuple(
-            (frozenset(i for i in range(len(profile.order)) if mask >> i & 1), flops) for mask, flops in profile.classes
-        ),
-        weight_grad_flops=tuple(rows[name].weight_grad_flops for name in profile.order),
-    )
-
-
-def reachable(profile: FlopProfile, budget: Budget) -> tuple[str, ...]:
-    """Parameters that the budget could afford to train alone (Eq. 8); the importance pass stops at the deepest.
-
-    Raises:
-        BudgetError: none; states the smallest feasible fraction.
-    """
-    if budget.flops is None:
-        return profile.order
-    costs = backward_costs(profile)
-    limit = costs.affordable(budget.flops)
-    within = tuple(name for name in profile.order if profile.cost([name]) <= limit)
-    if not within:
-        raise infeasible(costs, budget.flops)
-    return within
-
-
-def select_tensors(profile: FlopProfile, importance: Importance, budget: Budget) -> Selection:
-    """The most important tensors within `budget.flops`."""
-    assert budget.flops is not None
-    values = [importance.values.get(name, 0.0) for name in profile.order]
-    return select(backward_costs(profile), values, budget.flops)

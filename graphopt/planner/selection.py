@@ -30,8 +30,8 @@ class Selection:
 
     Attributes:
         names: of the tensors (m in the paper).
-        backward_flops: exact FLOPs of the backward nodes that stay alive (`backward_cone`, sigma(m)).
-        flops_ratio: forward and this backward, over a full step.
+        backward_flops: exact FLOPs of the backward nodes of the captured graph that stay alive (`backward_cone`, sigma(m)).
+        flops_ratio: of the step, over a full one.
         value: sum of the importance.
         solver: what found it.
         gap: how far, relatively, the value may be from the optimum; inf if not proven.
@@ -50,6 +50,7 @@ def select(
     importance: Sequence[float],
     flops_ratio: float,
     *,
+    spare_flops: int = 0,
     solver: Solver = "auto",
     resolution: int = RESOLUTION,
     time_limit: float = 2.0,
@@ -60,6 +61,7 @@ def select(
         importance: I_k, aligned with `costs.names`; scale does not matter. Tensors with I_k <= 0 are not chosen, unless
             `flops_ratio` is 1, which trains everything.
         flops_ratio: rho, in (0, 1].
+        spare_flops: by which the step may exceed that, because later passes save as much; below 0 if they cost more.
         solver: "knapsack" is exact on chains and quick; "milp" is exact on any graph; "auto" runs both, the MILP for at most
             `time_limit` seconds, and returns the better.
             "paper" is the authors' recurrence with its flaws, for comparison: it can exceed the budget and takes T_q = 1e3.
@@ -74,9 +76,9 @@ def select(
         raise BudgetError(f"flops={flops_ratio!r} must be above 0 and at most 1.")
     if not all(math.isfinite(i) for i in importance):
         raise ImportanceError("importance must be finite.")
-    if flops_ratio == 1:
+    if flops_ratio == 1 and spare_flops >= 0:
         return _selection(costs, importance, range(len(costs.names)), "everything", 0.0)
-    limit = costs.affordable(flops_ratio)
+    limit = costs.affordable(flops_ratio) + spare_flops
     if limit < min(costs.cost([i]) for i in range(len(costs.names))):
         raise infeasible(costs, flops_ratio)
     if solver == "paper":

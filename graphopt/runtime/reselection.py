@@ -17,9 +17,10 @@ from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import Vcas
+from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.importance import measure_importance
 from graphopt.planner.joint_plan import Means, within_memory
-from graphopt.planner.plan import Plan, reachable, select_tensors
+from graphopt.planner.plan import Plan
 from graphopt.runtime.fallback import first_line
 from graphopt.runtime.variants import Variants
 
@@ -82,29 +83,29 @@ def select_anew(
     """
     start = time.perf_counter()
     args, kwargs = as_call(batch)
-    budget = now.plan.budget
-    if now.plan.selection is None or budget.flops is None:
+    if now.plan.selection is None or now.plan.budget.flops is None:
         return Reselection(False, 0.0, time.perf_counter() - start), None
     try:
         graph = now.variants.captured(args, kwargs)
         profile = now.profile if graph is now.graph else flop_profile(graph)
-        names = reachable(profile, budget)
+        limit = FlopsLimit(now.plan, graph, profile)
+        names = limit.reachable()
     except InputError:
         raise
     except Exception as error:  # training never dies of an optimisation
         return _kept(error, start)
     try:
         importance = measure_importance(now.model, args, kwargs, names, optimizer, now.loss)
-    except (ImportanceError, torch.OutOfMemoryError) as error:
+        selection = limit.select(importance)
+        known = frozenset(profile.order)
+        within = now.selected <= known and limit.step_flops(now.selected) <= limit.most
+    except (BudgetError, ImportanceError, PassError, torch.OutOfMemoryError) as error:
         return _kept(error, start)
-    selection = select_tensors(profile, importance, budget)
     seconds = time.perf_counter() - start
     if not selection.names:
         logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
         return Reselection(False, 0.0, seconds), None
-    known = frozenset(profile.order)
     current = importance.of(now.selected)
-    within = now.selected <= known and profile.forward + profile.cost(now.selected) <= budget.flops * profile.step
     gain = _gain(selection.value, current)
     if within and (gain <= tolerance or frozenset(selection.names) == now.selected):
         return Reselection(False, gain, seconds), None
