@@ -29,8 +29,7 @@ ROUNDS = 6
 class FlopsLimit:
     """The FLOPs that a budget allows for a step of a graph, at its batch size.
 
-    What sampling saves does not count: its ratios change from step to step, and steps that measure variances sample nothing.
-    Neither does a limit on memory, for which orders may be chosen that take more FLOPs: see `within_memory`.
+    A limit on memory does not count, for which orders may be chosen that take more FLOPs: see `within_memory`.
 
     Attributes:
         plan: whose passes rewrite the graph; what it trains does not matter.
@@ -52,15 +51,12 @@ class FlopsLimit:
         return self.profile.forward + self.costs.affordable(self.plan.budget.flops)
 
     def step_flops(self, names: frozenset[str]) -> int:
-        """FLOPs of a step of the rewritten graph that trains some tensors."""
+        """FLOPs of the dearest step of the rewritten graph that trains some tensors."""
         return self.profile.forward + self.profile.cost(names) - self.saved(names)
 
     def saved(self, names: frozenset[str]) -> int:
-        """By how much that is less than on the captured graph; below 0 if it is more."""
-        plan = replace(self.plan.without_sampling(), train=names, memory=None)
-        if all(isinstance(p, GreenTrainer) for p in plan.passes):
-            return 0
-        return self.profile.forward + self.profile.cost(names) - plan.rewrite(self.graph)[1][-1].step_flops_after
+        """See `flops_saved`."""
+        return flops_saved(replace(self.plan, train=names, memory=None), self.graph, self.profile)
 
     @cached_property
     def saved_at_most(self) -> int:
@@ -133,6 +129,23 @@ class FlopsLimit:
             f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with the products of adapters reordered and "
             f"gradients compressed as planned. Smallest feasible: {units / 10_000}."
         )
+
+
+def flops_saved(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
+    """By how much less the dearest step of a plan takes than what it trains takes on the captured graph; below 0 if more.
+
+    What is saved by sampling and compressing does not count: now and then a step leaves that out, to measure variances or to fit
+    projectors. What compressing costs does.
+    """
+    names = frozenset(profile.order) if plan.train is None else plan.train
+    whole = profile.forward + profile.cost(names)
+    kinds = [p for p in (plan.without_approximations(), plan.without_sampling()) if _rewrites(p)]
+    return min((whole - p.rewrite(graph)[1][-1].step_flops_after for p in kinds), default=0)
+
+
+def _rewrites(plan: Plan) -> bool:
+    """Whether any pass but the cut changes what a step takes."""
+    return any(not isinstance(p, GreenTrainer) for p in plan.passes)
 
 
 def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:

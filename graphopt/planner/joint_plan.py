@@ -20,6 +20,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, Recompute
 from graphopt.passes.lsp import compression_shape
 from graphopt.planner.costs import backward_costs
+from graphopt.planner.flops_limit import flops_saved
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
@@ -62,7 +63,7 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     profile = flop_profile(graph)
     if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
         return plan
-    attempt = _Attempt(plan, graph, limit, least, profile, means, _flops_saved(plan, graph, profile))
+    attempt = _Attempt(plan, graph, limit, least, profile, means, flops_saved(plan, graph, profile))
     if not attempt.may_do_anything:
         raise _too_little(plan, graph, limit, least)
     exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
@@ -232,14 +233,6 @@ def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> boo
         return True
     reports = plan.rewrite(graph)[1]
     return not reports or reports[-1].step_flops_after <= plan.budget.flops * profile.step
-
-
-def _flops_saved(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
-    """FLOPs by which a step takes less than what is trained takes on the captured graph; below 0 if it takes more. Sampling does
-    not count, as in `FlopsLimit`."""
-    reports = plan.without_sampling().rewrite(graph)[1]
-    train = frozenset(profile.order) if plan.train is None else plan.train
-    return profile.forward + profile.cost(train) - reports[-1].step_flops_after if reports else 0
 
 
 def make_problem(

@@ -67,7 +67,7 @@ def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -
 
 @pytest.mark.parametrize(("name", "schedule"), [("bert", "sequential"), ("bert", "layerwise"), ("lora", "layerwise")])
 def test_training_with_everything_at_once(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, opt, optimizer, data = optimised(name, 0.8, schedule=schedule)
+    model, opt, optimizer, data = optimised(name, 0.78 if name == "lora" else 0.8, schedule=schedule)
     assert [p.name for p in opt._plan.passes] == ["greentrainer", "runlora", "vcas", "lsp"]
     losses, sampled, selections = [], 0, {opt.selected}
     for step in range(18):
