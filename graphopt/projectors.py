@@ -162,7 +162,13 @@ class Fit:
     after: float
 
 
-def fit(start: Subspace, gradients: Sequence[Tensor], target: float = 0.0, iterations: int = ITERATIONS) -> Fit:
+def fit(
+    start: Subspace,
+    gradients: Sequence[Tensor],
+    target: float = 0.0,
+    iterations: int = ITERATIONS,
+    unseen: Tensor | None = None,
+) -> Fit:
     """Minimise the mean relative error of `gradients` over the values of P and Q: over their scale in closed form, then by Adam.
 
     Drawn projectors have a relative error of sqrt((1 + m/s)(1 + n/s) - 1), 4 and more, nearly all of which is scale. Adam at a
@@ -171,10 +177,11 @@ def fit(start: Subspace, gradients: Sequence[Tensor], target: float = 0.0, itera
 
     Args:
         target: stop once the error is below.
+        unseen: a gradient whose error counts in place of theirs; stops as soon as that rises.
     Returns:
         The best values that were met; never worse than `start`.
     """
-    first, _, _ = _error_and_gradients(start, gradients)
+    first = _error_and_gradients(start, gradients)[0] if unseen is None else start.error(unseen)
     factor = _best_scale(start, gradients)
     left, right = start.left.values * factor, start.right.values * factor
     optimizer = torch.optim.Adam([left.requires_grad_(), right.requires_grad_()], lr=LEARNING_RATE)
@@ -183,6 +190,9 @@ def fit(start: Subspace, gradients: Sequence[Tensor], target: float = 0.0, itera
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 + math.cos(math.pi * i / (iterations + 1))) / 2
         now = Subspace(start.left.with_values(left.detach()), start.right.with_values(right.detach()))
         error, left.grad, right.grad = _error_and_gradients(now, gradients)
+        error = error if unseen is None else now.error(unseen)
+        if unseen is not None and error > lowest:
+            break
         if error < lowest:
             kept = (left.detach().clone(), right.detach().clone())
             best, lowest = Subspace(start.left.with_values(kept[0]), start.right.with_values(kept[1])), error

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphopt.block_projectors import GradientMoments, draw_moments
 from graphopt.compat import InputDesc
 from graphopt.compressed_gradients import given_inputs
 from graphopt.errors import GraphoptError, InputError
@@ -38,6 +39,7 @@ class CompressedWeight:
         changed: whom to tell of a new subspace.
         next: fitted, with its `unseen_energy`, but not in force before the step under way is over.
         gathered: sum of the full gradients of a check under way, on the host; None: none yet.
+        moments: second moments of the same, by which new projectors are learned; None: none yet.
         batches: how many those are.
         inputs: the projectors as a compiled step reads them; changed in place, so that autograd refuses a backward whose forward
             saw others.
@@ -53,6 +55,7 @@ class CompressedWeight:
     changed: Changed | None = None
     next: tuple[Subspace, Tensor] | None = None
     gathered: Tensor | None = None
+    moments: GradientMoments | None = None
     batches: int = 0
     inputs: dict[InputDesc, Tensor] = field(default_factory=dict)
 
@@ -158,18 +161,18 @@ class Subspaces:
         if over:
             if self._checked_at == self.steps // self.rewrite.check_every:
                 for compressed in self.weights.values():
-                    compressed.gathered, compressed.batches = None, 0
+                    compressed.gathered, compressed.moments, compressed.batches = None, None, 0
             self.steps += 1
             self.forwards = 0
 
     def _check(self, site: int, gradient: Tensor) -> Tensor:
-        """Take the full gradient of a weight in a checking step, fit projectors that represent it badly, and compress it.
+        """Take the full gradient of a weight in a checking step, learn projectors anew that represent it badly, and compress it.
 
-        Drawn projectors are fitted to the first gradient. A check then gathers those of several batches: projectors are fitted to
-        the sum of all but the last of them, and compared with the last, which they have not seen.
+        The first gradient takes the place of random projectors. A check then gathers gradients of several batches: projectors are
+        learned from all but the last of them, and compared with the last, which they have not seen.
 
         Should there be another forward in this step, or a compressed gradient already, then those are in the old projectors, and
-        what is fitted comes into force after the step.
+        what is learned comes into force after the step.
         """
         compressed = self.weights[self.names[site]]
         exact = gradient.detach().to(compressed.variable.dtype)
@@ -179,23 +182,45 @@ class Subspaces:
             complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
             if complete:
                 self._checked_at = self.steps // self.rewrite.check_every
-            if complete or math.isnan(compressed.error):
-                known = exact if compressed.gathered is None else compressed.gathered.to(exact.device)
-                self._compare(compressed, _scaled(known), _scaled(exact))
+            scaled = _scaled(exact)
+            alone = compressed.moments is None
+            if compressed.moments is None:
+                compressed.moments = self._without_gradients(compressed)
+            if alone or not complete:
+                compressed.moments = compressed.moments.add(scaled)
+            if complete and not alone:
+                assert compressed.gathered is not None
+                self._compare(compressed, scaled, _scaled(compressed.gathered.to(exact.device)), scaled)
+            elif complete:
+                self._compare(compressed, scaled, scaled)
+            elif math.isnan(compressed.error):
+                self._compare(compressed, scaled)
             if not complete:
                 host = exact.to("cpu")
                 compressed.gathered = host.clone() if compressed.gathered is None else compressed.gathered + host
         return compressed.subspace.compress(exact).contiguous()
 
-    def _compare(self, compressed: CompressedWeight, known: Tensor, latest: Tensor) -> None:
-        """Fit projectors to `known` if they represent `latest` badly, and if that helps there too."""
+    def _without_gradients(self, compressed: CompressedWeight) -> GradientMoments:
+        """Moments for a check that begins, in blocks of their own: subspaces differ from check to check."""
+        s, d = self.rewrite.subspace, self.rewrite.nonzeros
+        return draw_moments(compressed.shape, s, d, self.generator, compressed.variable.dtype)
+
+    def _compare(
+        self, compressed: CompressedWeight, latest: Tensor, known: Tensor | None = None, unseen: Tensor | None = None
+    ) -> None:
+        """Learn projectors from the moments if those in force represent `latest` badly, and if that helps there.
+
+        Args:
+            known: gradients to which what was learned is fitted further; None: it is not.
+            unseen: by which that is judged; None: by those themselves.
+        """
         compressed.error = compressed.subspace.error(latest)
         if compressed.error < self.rewrite.threshold:
             return
-        start = compressed.subspace
-        if compressed.error >= 1:
-            start = self._drawn(compressed.shape, known.device, known.dtype)
-        found = fit(start, [known], self.rewrite.threshold, self.rewrite.iterations).subspace
+        assert compressed.moments is not None
+        found = compressed.moments.subspace(self.rewrite.subspace, self.rewrite.nonzeros).to(latest.device, latest.dtype)
+        if known is not None and found.error(latest) >= self.rewrite.threshold:
+            found = fit(found, [known], self.rewrite.threshold, self.rewrite.iterations, unseen).subspace
         error = found.error(latest)
         if error < compressed.error:
             compressed.error = error
@@ -229,7 +254,7 @@ class Subspaces:
     def snapshot(self) -> dict[str, Any]:
         """See `Stateful`."""
         weights = {
-            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped, w.gathered, w.batches)
+            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped, w.gathered, w.moments, w.batches)
             for name, w in self.weights.items()
         }
         state = SubspacesState(
@@ -260,6 +285,8 @@ class Subspaces:
             for name, w in self.weights.items()
         }
 
+        moments = {name: saved.weights[name].checked_moments(name, self.rewrite) for name, w in self.weights.items()}
+
         def restore() -> None:
             self.synchronize()
             for name, w in self.weights.items():
@@ -269,7 +296,7 @@ class Subspaces:
                     w.next = after
                 state = saved.weights[name]
                 w.error, w.fits, w.skipped = state.error, state.fits, state.skipped
-                w.gathered, w.batches = state.gathered, state.batches
+                w.gathered, w.moments, w.batches = state.gathered, moments[name], state.batches
             self.steps, self.forwards, self._checked_at = saved.steps, saved.forwards, saved.checked_at
             self._stepped = set(saved.stepped)
             self.generator.set_state(saved.generator)

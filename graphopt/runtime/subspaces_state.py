@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphopt.block_projectors import GradientMoments, block_sizes
 from graphopt.errors import InputError
+from graphopt.passes.lsp import Lsp
 from graphopt.projectors import Projector, Subspace, entries_per_column
 
 
@@ -67,6 +69,7 @@ class WeightState:
     fits: int
     skipped: int
     gathered: Tensor | None
+    moments: GradientMoments | None
     batches: int
 
     @classmethod
@@ -79,11 +82,12 @@ class WeightState:
         fits: int,
         skipped: int,
         gathered: Tensor | None,
+        moments: GradientMoments | None,
         batches: int,
     ) -> WeightState:
         """The state of a weight."""
         following, unseen = (None, None) if after is None else (SidesState.of(after[0]), after[1].cpu())
-        return cls(shape, SidesState.of(now), following, unseen, error, fits, skipped, gathered, batches)
+        return cls(shape, SidesState.of(now), following, unseen, error, fits, skipped, gathered, moments, batches)
 
     def subspaces(
         self, name: str, shape: tuple[int, int], size: int, like: Subspace, variable: Tensor
@@ -103,6 +107,22 @@ class WeightState:
                 raise InputError(f"the next projectors of {name} lack what those before them left out.")
             after = self.next.subspace(name, size, like, variable), self.unseen.to(variable.device, variable.dtype)
         return self.now.subspace(name, size, like, variable), after
+
+    def checked_moments(self, name: str, rewrite: Lsp) -> GradientMoments | None:
+        """The second moments of gradients of a check under way.
+
+        Raises:
+            InputError: they do not fit the weight.
+        """
+        if self.moments is None:
+            return None
+        for side, rows in zip((self.moments.left, self.moments.right), self.shape, strict=True):
+            count, size = block_sizes(rows, rewrite.subspace, rewrite.nonzeros)
+            given = side.rows[side.rows >= 0] if side.rows.dtype == torch.int64 else side.rows
+            numbered = side.rows.shape == (count, size) and torch.equal(given.sort()[0], torch.arange(rows))
+            if not numbered or side.sums.shape != (count, size, size) or not bool(torch.isfinite(side.sums).all()):
+                raise InputError(f"the gradients of {name} that a check under way has gathered are not of this weight.")
+        return self.moments
 
 
 @dataclass(frozen=True)
