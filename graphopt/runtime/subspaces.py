@@ -182,15 +182,12 @@ class Subspaces:
             complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
             if complete:
                 self._checked_at = self.steps // self.rewrite.check_every
-            scaled = _scaled(exact)
-            alone = compressed.moments is None
-            if compressed.moments is None:
-                compressed.moments = self._without_gradients(compressed)
-            if alone or not complete:
-                compressed.moments = compressed.moments.add(scaled)
-            if complete and not alone:
-                assert compressed.gathered is not None
-                self._compare(compressed, scaled, _scaled(compressed.gathered.to(exact.device)), scaled)
+            scaled, gathered = _scaled(exact), compressed.gathered
+            if gathered is None or not complete:
+                moments = self._without_gradients(compressed) if compressed.moments is None else compressed.moments
+                compressed.moments = moments.add(scaled)
+            if complete and gathered is not None:
+                self._compare(compressed, scaled, _scaled(gathered.to(exact.device)), scaled)
             elif complete:
                 self._compare(compressed, scaled, scaled)
             elif math.isnan(compressed.error):
