@@ -41,9 +41,10 @@ class Lsp:
         criterion: what the planner minimises: "time" (measured) or "flops".
         check_every: steps after which the projectors are compared with the gradients of a batch; they are at the first step.
         batches: whose gradients a check gathers, at most `check_every`. All but the last are summed on the host, which takes the
-            weights' memory once more, and projectors fitted to them; the last shows how well. 1: fitted to what is compared.
-        threshold: relative error |PP'GQQ' - G| / |G| from which they are fitted anew.
-        iterations: of fitting, at most.
+            weights' memory once more, and projectors learned from them (`graphopt.block_projectors`); the last shows how well. 1:
+            learned from what is compared.
+        threshold: relative error |PP'GQQ' - G| / |G| from which they are learned anew.
+        iterations: by which what is learned is fitted further, at most, as long as that helps.
         seed: of the random projectors.
         schedule: "sequential": the optimizer's step copies, updates and applies, one weight after another; "layerwise": copies
             and updates start in the backward, and updates are applied in the next forward, where they are needed; "zero": the
