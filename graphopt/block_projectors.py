@@ -3,19 +3,23 @@
 Rows are divided into s/d blocks at random, and a block's rows share d columns, so that P has d non-zeros per row. Of all such P
 with P'P = I, the one whose blocks are the leading eigenvectors of the blocks of sum_i G_i G_i' / |G_i|^2 represents most of the
 energy of the gradients G_i, |P'G_i|^2. That takes one eigendecomposition of an (m d/s) square matrix per block, no iterations,
-and of the gradients only those blocks. The paper (section 4.1) learns values on supports at random by descent instead; of the
-gradients of other batches, what it so learns represents less (see `graphopt.projectors.fit`, which goes on from here).
+and of the gradients only those blocks; so that both stay small, blocks of more than `LARGEST` rows are divided, and the parts
+share the columns. The paper (section 4.1) learns values on supports at random by descent instead; of the gradients of other
+batches, what it so learns represents less (see `graphopt.projectors.fit`, which goes on from here).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from graphopt.projectors import Projector, Subspace
+
+LARGEST = 384
+"""Rows of a block, about: its moments and their eigenvectors take the square and the cube of that."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +29,12 @@ class BlockMoments:
     Attributes:
         rows: (b, r) of each block, -1 where it has fewer than r.
         sums: (b, r, r).
+        sharing: so many blocks after one another share their columns.
     """
 
     rows: Tensor
     sums: Tensor
+    sharing: int
 
     def add(self, gradient: Tensor) -> BlockMoments:
         """With one more gradient, which counts the same however large it is."""
@@ -38,33 +44,40 @@ class BlockMoments:
         rows = self.rows.to(gradient.device)
         blocks = gradient[rows.clamp(min=0)]  # (b, r, n)
         blocks[rows < 0] = 0
-        return BlockMoments(self.rows, self.sums + (blocks @ blocks.transpose(1, 2) / norm**2).to(self.sums))
+        return replace(self, sums=self.sums + (blocks @ blocks.transpose(1, 2) / norm**2).to(self.sums))
 
     def projector(self, s: int, d: int) -> Projector:
         """P (m x s)."""
         count = self.rows.shape[0]
         absent = torch.diag_embed((self.rows < 0).to(self.sums))  # below every eigenvalue: never among the leading ones
-        vectors = torch.linalg.eigh(self.sums - absent)[1][:, :, -d:].flip(-1)  # (b, r, d)
-        columns = torch.arange(count * d).view(count, 1, d).expand(-1, self.rows.shape[1], -1)
+        vectors = torch.linalg.eigh(self.sums - absent)[1][:, :, -d:].flip(-1) / math.sqrt(self.sharing)  # (b, r, d)
+        first = torch.arange(count) // self.sharing * d
+        columns = (first.view(count, 1, 1) + torch.arange(d)).expand(-1, self.rows.shape[1], -1)
         present = self.rows >= 0
         order = self.rows[present].argsort()
         return Projector(columns[present][order].to(torch.int32), vectors[present][order].contiguous(), s)
 
 
-def block_sizes(m: int, s: int, d: int) -> tuple[int, int]:
-    """How many blocks m rows are divided into, and how many rows the largest of them have."""
-    return s // d, math.ceil(m / (s // d))
+def block_sizes(m: int, s: int, d: int) -> tuple[int, int, int]:
+    """How many blocks m rows are divided into, how many rows the largest of them have, and how many share their columns."""
+    together = math.ceil(m / (s // d))
+    sharing = max(1, min(math.ceil(together / LARGEST), m // (s // d) // d))  # a block has at least d rows
+    return s // d * sharing, math.ceil(together / sharing), sharing
 
 
 def draw_blocks(m: int, s: int, d: int, generator: torch.Generator, dtype: torch.dtype = torch.float32) -> BlockMoments:
-    """Rows in s // d blocks at random, which differ by at most one in size; nothing is known of gradients yet.
+    """Rows in blocks at random, so that columns have nearly equally many entries; nothing is known of gradients yet.
 
     Args:
         m, s, d: 1 <= d <= s <= m.
     """
-    count, size = block_sizes(m, s, d)
-    numbers = torch.cat([torch.randperm(m, generator=generator), torch.full((count * size - m,), -1)])
-    return BlockMoments(numbers.view(size, count).t().contiguous(), torch.zeros(count, size, size, dtype=dtype))
+    count, size, sharing = block_sizes(m, s, d)
+    groups, together = s // d, math.ceil(m / (s // d))
+    rows = torch.cat([torch.randperm(m, generator=generator), torch.full((groups * together - m,), -1)])
+    by_group = rows.view(together, groups).t()  # those that share columns; they differ by at most one in size
+    padded = torch.cat([by_group, torch.full((groups, size * sharing - together), -1)], 1)
+    numbers = padded.view(groups, size, sharing).transpose(1, 2).reshape(count, size)
+    return BlockMoments(numbers.contiguous(), torch.zeros(count, size, size, dtype=dtype), sharing)
 
 
 @dataclass(frozen=True)

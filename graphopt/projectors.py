@@ -1,7 +1,7 @@
 """Sparse projectors of weights' gradients: G (m x n) is represented by P'GQ (s x s) (LSP-Offload, section 4.1).
 
-P (m x s) and Q (n x s) have d non-zeros per row. Freshly drawn they are unbiased, E[PP'GQQ'] = G, but far from any one G; they are
-learned from gradients of the training at hand, in closed form (`graphopt.block_projectors`) and by descent on their values.
+P (m x s) and Q (n x s) have d non-zeros per row. Freshly drawn they are unbiased, E[PP'GQQ'] = G, but far from any one G; they
+are learned from gradients of the training at hand, in closed form (`graphopt.block_projectors`) and by descent on their values.
 """
 
 from __future__ import annotations

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from graphopt.block_projectors import BlockMoments, draw_blocks, draw_moments
+from graphopt import block_projectors
+from graphopt.block_projectors import draw_blocks, draw_moments
 from graphopt.projectors import Subspace, draw_subspace, entries_per_column, fit, transport
 
 SIZES = st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40)).map(
@@ -75,9 +78,28 @@ def test_no_other_values_in_the_same_blocks_represent_more_energy() -> None:
 
     best = blocks.projector(6, 2).dense()
     for seed in range(20):
-        sums = BlockMoments(blocks.rows, blocks.sums + 0.1 * random(*blocks.sums.shape, seed=seed))
-        sums = BlockMoments(blocks.rows, sums.sums + sums.sums.transpose(1, 2))
-        assert energy(sums.projector(6, 2).dense()) < energy(best)
+        sums = blocks.sums + 0.1 * random(*blocks.sums.shape, seed=seed)
+        other = replace(blocks, sums=sums + sums.transpose(1, 2))
+        assert energy(other.projector(6, 2).dense()) < energy(best)
+
+
+@given(SIZES, st.integers(1, 6))
+def test_large_blocks_are_divided_and_their_parts_share_columns(sizes: tuple[int, int, int], largest: int) -> None:
+    m, s, d = sizes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_projectors, "LARGEST", largest)
+        blocks = draw_blocks(m, s, d, generator(), EXACT).add(random(m, 3))
+    assert blocks.rows.shape[1] <= max(largest, 2 * d) + 1
+    projector = blocks.projector(s, d)
+    gram = projector.dense().t() @ projector.dense()
+    torch.testing.assert_close(gram, torch.diag(torch.arange(s) < s // d * d).to(EXACT))
+    assert int(projector.columns.flatten().bincount().max()) <= entries_per_column(m, d, s)
+
+
+def test_a_vocabulary_is_learned_in_small_blocks() -> None:
+    count, size, sharing = block_projectors.block_sizes(128_256, 512, 16)
+    assert count == 32 * sharing
+    assert size <= block_projectors.LARGEST
 
 
 def test_the_size_of_a_gradient_does_not_matter_and_none_is_no_harm() -> None:

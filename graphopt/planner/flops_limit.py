@@ -59,14 +59,19 @@ class FlopsLimit:
         return flops_saved(replace(self.plan, train=names, memory=None), self.graph, self.profile)
 
     @cached_property
-    def saved_at_most(self) -> int:
+    def saved_of_all(self) -> int:
         """What is saved where everything is trained."""
         return self.saved(frozenset(self.profile.order))
+
+    @cached_property
+    def likely_saved(self) -> int:
+        """What a selection may save: as everything does, or as the cheapest tensor does, whose backward may reach no adapter."""
+        return max(self.saved_of_all, self.saved(frozenset([self._cheapest])))
 
     @property
     def everything_fits(self) -> bool:
         """Whether all can be trained, since other passes save enough."""
-        return self.saved_at_most > 0 and self.profile.step - self.saved_at_most <= self.most
+        return self.saved_of_all > 0 and self.profile.step - self.saved_of_all <= self.most
 
     def reachable(self) -> tuple[str, ...]:
         """Parameters that the limit could afford to train alone (Eq. 8); the importance pass stops at the deepest.
@@ -74,7 +79,7 @@ class FlopsLimit:
         Raises:
             BudgetError: none; states the smallest feasible fraction.
         """
-        most = self.most + max(0, self.saved_at_most)
+        most = self.most + max(0, self.likely_saved)
         within = tuple(name for name in self.profile.order if self.profile.forward + self.profile.cost([name]) <= most)
         if not within:
             raise self._infeasible()
@@ -88,7 +93,7 @@ class FlopsLimit:
         """
         assert self.plan.budget.flops is not None
         values = [importance.values.get(name, 0.0) for name in self.profile.order]
-        spare, found = self.saved_at_most, None
+        spare, found = self.likely_saved, None
         for _ in range(ROUNDS):
             try:
                 selection = select(self.costs, values, self.plan.budget.flops, spare_flops=spare)
@@ -103,27 +108,51 @@ class FlopsLimit:
             if saved == spare or (found is not None and saved < spare):
                 break
             spare = saved
-        return found or self._cheapest(values)
+        return self._with_more(found or self._only_the_cheapest(values), values)
 
-    def _cheapest(self, values: Sequence[float]) -> Selection:
+    def _with_more(self, selection: Selection, values: Sequence[float]) -> Selection:
+        """With what still fits, the most important first: what is saved differs from set to set."""
+        names, tried = frozenset(selection.names), 0
+        if not self.likely_saved or not selection.names:
+            return selection
+        for value, name in sorted(zip(values, self.profile.order, strict=True), reverse=True):
+            more = names | {name}
+            fits = self.profile.forward + self.profile.cost(more) <= self.most + max(0, self.likely_saved)
+            if name in names or value <= 0 or not fits or tried == ROUNDS:
+                continue
+            tried += 1
+            if self.step_flops(more) <= self.most:
+                names = more
+        chosen = [k for k, name in enumerate(self.profile.order) if name in names]
+        return replace(
+            selection,
+            names=tuple(self.profile.order[k] for k in chosen),
+            backward_flops=self.profile.cost(names),
+            flops_ratio=self.step_flops(names) / self.profile.step,
+            value=math.fsum(values[k] for k in chosen),
+        )
+
+    @cached_property
+    def _cheapest(self) -> str:
+        return min(self.profile.order, key=lambda name: self.profile.cost([name]))
+
+    def _only_the_cheapest(self, values: Sequence[float]) -> Selection:
         """The tensor alone that takes fewest FLOPs, where no selection was found."""
-        name, flops = self._fewest
+        name, flops = self._cheapest, self.step_flops(frozenset([self._cheapest]))
         if flops > self.most:
             raise self._infeasible()
         value = values[self.profile.order.index(name)]
+        if value <= 0:
+            return Selection((), 0, self.profile.forward / self.profile.step, 0.0, "the cheapest tensor", math.inf)
         return Selection((name,), self.profile.cost([name]), flops / self.profile.step, value, "the cheapest tensor", math.inf)
-
-    @cached_property
-    def _fewest(self) -> tuple[str, int]:
-        name = min(self.profile.order, key=lambda name: self.profile.cost([name]))
-        return name, self.step_flops(frozenset([name]))
 
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
-        if not self.saved_at_most:
+        if not self.likely_saved:
             return infeasible(self.costs, self.plan.budget.flops)
-        units = math.ceil(self._fewest[1] / self.profile.step * 10_000)
-        if self.profile.forward + self.costs.affordable(units / 10_000) < self._fewest[1]:  # a decimal number a hair too low
+        fewest = self.step_flops(frozenset([self._cheapest]))
+        units = math.ceil(fewest / self.profile.step * 10_000)
+        if self.profile.forward + self.costs.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
             units += 1
         return BudgetError(
             f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with the products of adapters reordered and "
@@ -139,13 +168,16 @@ def flops_saved(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
     """
     names = frozenset(profile.order) if plan.train is None else plan.train
     whole = profile.forward + profile.cost(names)
-    kinds = [p for p in (plan.without_approximations(), plan.without_sampling()) if _rewrites(p)]
-    return min((whole - p.rewrite(graph)[1][-1].step_flops_after for p in kinds), default=0)
+    exact, compressing = plan.without_approximations(), plan.without_sampling()
+    kinds = [exact] if exact.passes == compressing.passes else [exact, compressing]
+    return min(whole - _step_flops(kind, graph, whole) for kind in kinds)
 
 
-def _rewrites(plan: Plan) -> bool:
-    """Whether any pass but the cut changes what a step takes."""
-    return any(not isinstance(p, GreenTrainer) for p in plan.passes)
+def _step_flops(plan: Plan, graph: TrainingGraph, whole: int) -> int:
+    """FLOPs of a step; `whole` where no pass but the cut changes them."""
+    if all(isinstance(p, GreenTrainer) for p in plan.passes):
+        return whole
+    return plan.rewrite(graph)[1][-1].step_flops_after
 
 
 def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:

@@ -139,7 +139,7 @@ class _Attempt:
                 if peak <= self.limit.peak_bytes:
                     if _within_flops(plan, self.graph, self.profile):
                         return plan
-                    spare_flops = allocation.step_flops - plan.rewrite(self.graph)[1][-1].step_flops_after  # less than before
+                    spare_flops = allocation.step_flops - _dearest_step(plan, self.graph, self.profile)  # less than before
                     continue
                 low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
             if not low < unseen < high:
@@ -228,11 +228,14 @@ def _foretold(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
 
 
 def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> bool:
-    """Whether the rewritten step keeps to the FLOPs: orders of adapters' products that save memory can cost more of them."""
-    if plan.budget.flops is None:
-        return True
-    reports = plan.rewrite(graph)[1]
-    return not reports or reports[-1].step_flops_after <= plan.budget.flops * profile.step
+    """Whether the dearest step keeps to the FLOPs: orders of adapters' products that save memory can cost more of them."""
+    return plan.budget.flops is None or _dearest_step(plan, graph, profile) <= plan.budget.flops * profile.step
+
+
+def _dearest_step(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
+    """See `flops_saved`."""
+    names = frozenset(profile.order) if plan.train is None else plan.train
+    return profile.forward + profile.cost(names) - flops_saved(plan, graph, profile)
 
 
 def make_problem(
@@ -292,7 +295,8 @@ def _compressions(
         )
         width = gradient.node.meta["val"].element_size()
         projectors = sum(gradient.shape) * rewrite.nonzeros * (width + 4) * 2
-        found[gradient.name] = (projectors + rewrite.subspace**2 * width, flops - own[gradient.name])
+        added = max(0, flops - own[gradient.name])  # steps that compare projectors form the gradient
+        found[gradient.name] = (projectors + rewrite.subspace**2 * width, added)
     return found
 
 

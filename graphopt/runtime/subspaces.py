@@ -215,9 +215,13 @@ class Subspaces:
         if compressed.error < self.rewrite.threshold:
             return
         assert compressed.moments is not None
-        found = compressed.moments.subspace(self.rewrite.subspace, self.rewrite.nonzeros).to(latest.device, latest.dtype)
-        if known is not None and found.error(latest) >= self.rewrite.threshold:
-            found = fit(found, [known], self.rewrite.threshold, self.rewrite.iterations, unseen).subspace
+        s, d = self.rewrite.subspace, self.rewrite.nonzeros
+        starts = [compressed.moments.subspace(s, d).to(latest.device, latest.dtype)]
+        if s % d and known is not None:  # which leaves columns without an entry
+            starts.append(self._drawn(compressed.shape, latest.device, latest.dtype))
+        if known is not None and starts[0].error(latest) >= self.rewrite.threshold:
+            starts = [fit(start, [known], self.rewrite.threshold, self.rewrite.iterations, unseen).subspace for start in starts]
+        found = min(starts, key=lambda start: start.error(latest))
         error = found.error(latest)
         if error < compressed.error:
             compressed.error = error

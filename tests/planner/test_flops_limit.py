@@ -109,6 +109,32 @@ def test_the_counted_step_keeps_to_any_limit(flops: float) -> None:
     assert counted(opt, x) == opt.report.step_flops
 
 
+class Headed(Adapted):
+    """A head, whose gradient alone leaves nothing but the forward of the adapters."""
+
+    def __init__(self, depth: int, width: int, rank: int) -> None:
+        super().__init__(depth, width, rank)
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base, down, up in zip(self.base, self.down, self.up, strict=True):
+            x = torch.tanh(x @ base + x @ down @ up)
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(("width", "rank"), [(2, 1), (12, 2), (12, 10)])
+def test_the_smallest_limit_that_is_stated_is_feasible(width: int, rank: int) -> None:
+    model, x = Headed(2, width, rank), torch.randn(30, width)
+    full = flop_profile(capture(model, (x,))).step
+    with pytest.raises(BudgetError) as error:
+        graphopt.optimize(model, (x,), 0.01, PASSES, "aot_eager")
+    smallest = float(str(error.value).split("Smallest feasible: ")[1].rstrip("."))
+    opt = graphopt.optimize(model, (x,), smallest, PASSES, "aot_eager")
+    assert counted(opt, x) <= smallest * full
+    with pytest.raises(BudgetError):
+        graphopt.optimize(model, (x,), smallest - 2e-4, PASSES, "aot_eager")
+
+
 def test_gradients_whose_compression_costs_more_leave_fewer_tensors_trained() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
