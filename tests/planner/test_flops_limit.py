@@ -152,6 +152,37 @@ def test_gradients_whose_compression_costs_more_leave_fewer_tensors_trained() ->
     assert opt.report.step_flops <= 0.9 * full
 
 
+class Stack(nn.Module):
+    """Layers whose gradients are cheaper compressed."""
+
+    def __init__(self, depth: int = 4, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("flops", [0.6, 0.9])
+@pytest.mark.parametrize("memory", [None, 0.5])
+def test_steps_that_compare_projectors_keep_to_the_limit(flops: float, memory: float | None) -> None:
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(16, 128)
+    found = graphopt.analyze(model, (x,), backend="aot_eager")
+    passes = [GreenTrainer(), Lsp(subspace=12, nonzeros=4, check_every=2, criterion="flops")] if memory is None else "auto"
+    budget = graphopt.Budget(flops=flops, memory=None if memory is None else int(memory * found.memory.peak_bytes))
+    opt = graphopt.optimize(model, (x,), budget, passes, "aot_eager")
+    assert "lsp" in [p.name for p in opt.plan.passes]
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3)
+    for _ in range(3):
+        assert counted(opt, x) <= flops * found.flops.step
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not opt.reselect((x,), tolerance=1.0).changed  # what was planned is still within the limit
+
+
 def test_tensors_that_are_given_are_counted_with_the_products_that_they_get() -> None:
     model, x = adapted()
     every = tuple(name for name, p in model.named_parameters() if p.requires_grad)
