@@ -127,7 +127,7 @@ def within(budget: graphopt.Budget, passes: Any = "auto") -> Prepare:
 
 def compressed(model: nn.Module, example: Batch, rate: float, backend: str) -> Prepared:
     """Compressed gradients; what is not compressed keeps exact training's learning rate."""
-    rewrite = Lsp(subspace=256, nonzeros=8, check_every=200, batches=8, threshold=0.3)  # as in examples/lsp_glosses.py
+    rewrite = Lsp(subspace=128, nonzeros=8, check_every=200, batches=16, threshold=0.3)  # as in examples/lsp_glosses.py
     opt = graphopt.optimize(model, example, passes=[rewrite], backend=backend)
     assert opt.subspaces is not None
     weights = opt.subspaces.weights
@@ -159,7 +159,7 @@ VARIANTS = {
     "greentrainer": Variant(5e-4, within(graphopt.Budget(flops=FLOPS), ["greentrainer"])),
     # as in examples/vcas_glosses.py: the defaults are for longer training
     "vcas": Variant(3e-4, within(graphopt.Budget(variance=VARIANCE), [Vcas(every=50, alpha=0.03, beta=0.85)])),
-    "lsp": Variant(5e-4, compressed),
+    "lsp": Variant(1e-3, compressed),
     "runlora": Variant(1e-3, adapters),
     "auto": Variant(5e-4, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE))),
 }
