@@ -49,6 +49,7 @@ from graphopt.compat.joint import (
 from graphopt.compat.recompute import (
     RECOMPUTE as RECOMPUTE,
     SAVE as SAVE,
+    is_kept as is_kept,
     is_recomputed as is_recomputed,
     recompute_mark as recompute_mark,
 )

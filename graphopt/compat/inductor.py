@@ -31,15 +31,17 @@ def partition(
                 joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
             )
         values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-        with V.set_fake_mode(fake_mode_of(values)):
+        fake_mode = fake_mode_of(values)
+        with V.set_fake_mode(fake_mode):
             joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
-        return min_cut_rematerialization_partition(
-            joint,
-            (),
-            compiler="inductor",
-            num_fwd_outputs=num_forward_outputs,
-            static_lifetime_input_indices=list(static_inputs),
-        )
+        with unsynced_tracing_context(fake_mode):  # where the partitioner looks for it, if it has random states to hand over
+            return min_cut_rematerialization_partition(
+                joint,
+                (),
+                compiler="inductor",
+                num_fwd_outputs=num_forward_outputs,
+                static_lifetime_input_indices=list(static_inputs),
+            )
 
 
 Compiled = Callable[[list[Any]], Sequence[Any]]

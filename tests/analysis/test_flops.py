@@ -2,16 +2,19 @@ import functools
 
 import pytest
 import torch
-from graphopt.passes import GreenTrainer, run_pass
+from graphopt.passes import GreenTrainer, Recompute, run_pass
 from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt import InputError
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.capture import capture
+from graphopt.analysis.segments import find_segments
+from graphopt.capture import capture, capture_to_run
 from graphopt.graph import BATCH, TrainingGraph
+from graphopt.testing import check_passes
 from tests import zoo
 
 
@@ -121,3 +124,32 @@ def test_an_inputs_gradient_costs_whatever_is_selected() -> None:
     assert eager.get_total_flops() == flops.step
     assert cut.get_total_flops() == flops.forward + flops.cost(["third.bias"])
     assert flops.cost(["third.bias"]) == 2 * 4 * (8 * 3 + 8 * 8 + 5 * 8)  # down to the input
+
+
+class Checkpointed(nn.Module):
+    """Attention, and then attention that the model itself checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.between, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.between(torch.softmax(x @ x.transpose(1, 2), -1) @ x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.below(x)
+        x = torch.tanh(torch.softmax(x @ x.transpose(1, 2), -1) @ x)
+        return self.head(checkpoint(self.attend, x, use_reentrant=False)).square().mean()
+
+
+@pytest.mark.parametrize("train", [{"below.bias"}, {"below.weight", "between.weight", "head.bias"}])
+def test_what_regions_keep_for_one_another_is_not_computed_again(train: set[str]) -> None:
+    """Segments around a region that the model checkpoints itself, and segments that follow one another."""
+    model, x = Checkpointed(), (torch.randn(3, 3, 4),)
+    graph = capture_to_run(model, x, {})
+    names = [segment.name for segment in find_segments(graph)]
+    assert len(names) > 3
+    captured = {torch.float32: graph}
+    for first in range(len(names) - 2):
+        passes = [(Recompute(), set(names[first : first + 3])), (GreenTrainer(), train)]
+        check_passes(passes, model, x, dtypes=[torch.float32], captured=captured)  # counts FLOPs, too
