@@ -174,3 +174,22 @@ def test_operators_of_several_results_are_computed_again_as_a_whole_or_not_at_al
         assert step_memory(rewritten, backend).peak_bytes > 0
     for check in check_pass(Recompute(), model, (x,), [s.name for s in Recompute().applicable(graph)]):
         assert check.report.changes.changed
+
+
+class Attention(nn.Module):
+    """Written out, so that Inductor fuses it into an operator that could draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.out = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (f(x).view(*x.shape[:2], 4, 4).transpose(1, 2) for f in (self.query, self.key, self.value))
+        weights = torch.softmax(query @ key.transpose(-2, -1) / 2.0, -1)
+        return self.out((weights @ value).transpose(1, 2).reshape(x.shape)).square().mean()
+
+
+def test_attention_that_inductor_fuses_is_computed_again() -> None:
+    graph = capture_to_run(Attention(), (torch.randn(3, 5, 16),), {})
+    rewritten, _ = run_pass(Recompute(), graph, {site.name for site in Recompute().applicable(graph)})
+    assert step_memory(rewritten, "inductor", None).peak_bytes > 0
