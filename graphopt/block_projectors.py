@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from graphopt.projectors import Projector, Subspace
+from graphopt.projectors import Projector, Subspace, entries_per_column
 
 LARGEST = 384
 """Rows of a block, about: its moments and their eigenvectors take the square and the cube of that."""
@@ -60,7 +60,7 @@ class BlockMoments:
 
 def block_sizes(m: int, s: int, d: int) -> tuple[int, int, int]:
     """How many blocks m rows are divided into, how many rows the largest of them have, and how many share their columns."""
-    together = math.ceil(m / (s // d))
+    together = entries_per_column(m, d, s)
     sharing = max(1, min(math.ceil(together / LARGEST), m // (s // d) // d))  # a block has at least d rows
     return s // d * sharing, math.ceil(together / sharing), sharing
 
@@ -72,7 +72,7 @@ def draw_blocks(m: int, s: int, d: int, generator: torch.Generator, dtype: torch
         m, s, d: 1 <= d <= s <= m.
     """
     count, size, sharing = block_sizes(m, s, d)
-    groups, together = s // d, math.ceil(m / (s // d))
+    groups, together = s // d, entries_per_column(m, d, s)
     rows = torch.cat([torch.randperm(m, generator=generator), torch.full((groups * together - m,), -1)])
     by_group = rows.view(together, groups).t()  # those that share columns; they differ by at most one in size
     padded = torch.cat([by_group, torch.full((groups, size * sharing - together), -1)], 1)

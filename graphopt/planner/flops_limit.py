@@ -52,7 +52,7 @@ class FlopsLimit:
 
     def step_flops(self, names: frozenset[str]) -> int:
         """FLOPs of the dearest step of the rewritten graph that trains some tensors."""
-        return self.profile.forward + self.profile.cost(names) - self.saved(names)
+        return dearest_step(replace(self.plan, train=names, memory=None), self.graph, self.profile)
 
     def saved(self, names: frozenset[str]) -> int:
         """See `flops_saved`."""
@@ -171,6 +171,12 @@ def flops_saved(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
     exact, compressing = plan.without_approximations(), plan.without_sampling()
     kinds = [exact] if exact.passes == compressing.passes else [exact, compressing]
     return min(whole - _step_flops(kind, graph, whole) for kind in kinds)
+
+
+def dearest_step(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
+    """FLOPs (2 per multiply-add) of the kind of step of a plan that takes most; see `flops_saved`."""
+    names = frozenset(profile.order) if plan.train is None else plan.train
+    return profile.forward + profile.cost(names) - flops_saved(plan, graph, profile)
 
 
 def _step_flops(plan: Plan, graph: TrainingGraph, whole: int) -> int:

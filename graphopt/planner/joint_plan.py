@@ -20,7 +20,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, Recompute
 from graphopt.passes.lsp import compression_shape
 from graphopt.planner.costs import backward_costs
-from graphopt.planner.flops_limit import flops_saved
+from graphopt.planner.flops_limit import dearest_step, flops_saved
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
@@ -139,7 +139,7 @@ class _Attempt:
                 if peak <= self.limit.peak_bytes:
                     if _within_flops(plan, self.graph, self.profile):
                         return plan
-                    spare_flops = allocation.step_flops - _dearest_step(plan, self.graph, self.profile)  # less than before
+                    spare_flops = allocation.step_flops - dearest_step(plan, self.graph, self.profile)  # less than before
                     continue
                 low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
             if not low < unseen < high:
@@ -229,13 +229,7 @@ def _foretold(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
 
 def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> bool:
     """Whether the dearest step keeps to the FLOPs: orders of adapters' products that save memory can cost more of them."""
-    return plan.budget.flops is None or _dearest_step(plan, graph, profile) <= plan.budget.flops * profile.step
-
-
-def _dearest_step(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
-    """See `flops_saved`."""
-    names = frozenset(profile.order) if plan.train is None else plan.train
-    return profile.forward + profile.cost(names) - flops_saved(plan, graph, profile)
+    return plan.budget.flops is None or dearest_step(plan, graph, profile) <= plan.budget.flops * profile.step
 
 
 def make_problem(

@@ -118,14 +118,10 @@ class WeightState:
             return None
         for side, rows in zip((self.moments.left, self.moments.right), self.shape, strict=True):
             count, size, sharing = block_sizes(rows, rewrite.subspace, rewrite.nonzeros)
-            given = side.rows[side.rows >= 0] if side.rows.dtype == torch.int64 else side.rows
-            numbered = side.rows.shape == (count, size) and torch.equal(given.sort()[0], torch.arange(rows))
-            if (
-                not numbered
-                or side.sharing != sharing
-                or side.sums.shape != (count, size, size)
-                or not bool(torch.isfinite(side.sums).all())
-            ):
+            numbered = side.rows.dtype == torch.int64 and side.rows.shape == (count, size)
+            numbered = numbered and torch.equal(side.rows[side.rows >= 0].sort()[0], torch.arange(rows))
+            sums = side.sums.shape == (count, size, size) and side.sums.is_floating_point()
+            if not numbered or not sums or side.sharing != sharing or not bool(torch.isfinite(side.sums).all()):
                 raise InputError(f"the gradients of {name} that a check under way has gathered are not of this weight.")
         return self.moments
 
