@@ -257,3 +257,26 @@ def test_a_batch_that_is_not_finite_changes_no_projector() -> None:
     optimizer.step()
     assert set(optimizer.skipped) == set(opt.subspaces.weights)
     assert all(w.fits == 0 for w in opt.subspaces.weights.values())
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("rows", lambda t: t.double()),
+        ("rows", lambda t: t.clamp(min=1)),
+        ("rows", lambda t: t[:-1]),
+        ("sums", lambda t: t.to(torch.int64)),
+        ("sums", lambda t: t * math.nan),
+        ("sums", lambda t: t[:, :-1]),
+        ("sharing", lambda n: n + 1),
+    ],
+)
+def test_gathered_moments_of_other_weights_are_refused(field: str, change: Any) -> None:
+    _, opt, optimizer = made(lsp={"check_every": 5, "batches": 3})
+    train(opt, optimizer, data(1))
+    state = opt.subspaces.snapshot()
+    opt.subspaces.prepare(copy.deepcopy(state))
+    left = state["weights"]["second.weight"]["moments"]["left"]
+    left[field] = change(left[field])
+    with pytest.raises(InputError, match=r"gradients of second.weight that a check under way"):
+        opt.subspaces.prepare(state)
