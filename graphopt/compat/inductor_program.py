@@ -102,6 +102,7 @@ def _program(module: fx.GraphModule, visible: Sequence[int], static: Sequence[in
             compiling(module),
             config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
             mock.patch.object(GraphLowering, "codegen", stop),
+            _scalar_kernels(),
         ):
             compile_graph(module, visible, static, is_backward)
     except _Generated as generated:
@@ -111,6 +112,29 @@ def _program(module: fx.GraphModule, visible: Sequence[int], static: Sequence[in
             return error.inner_exception.program
         raise
     return Program((), results, (None,) * len(results))  # nothing to compute: no program is generated
+
+
+@contextlib.contextmanager
+def _scalar_kernels() -> Iterator[None]:
+    """Leave out the vectorised forms of a CPU kernel, most of what generating it takes: its scalar form, which is generated first,
+    decides which buffers it uses. Of loops that are fused by their outer levels, how they are tiled decides, too."""
+    from torch._inductor.codegen import cpp
+
+    generate = cpp.CppScheduling.codegen_node
+
+    class ScalarOnly(cpp.CppKernelProxy):
+        def __init__(self, kernel_group: Any) -> None:
+            super().__init__(kernel_group)
+            self.picked_vec_isa = None
+
+    def scalar(self: Any, node: Any) -> Any:
+        if isinstance(node, cpp.OuterLoopFusedSchedulerNode):
+            return generate(self, node)
+        with mock.patch.object(self, "kernel_proxy_cls", ScalarOnly):
+            return generate(self, node)
+
+    with mock.patch.object(cpp.CppScheduling, "codegen_node", scalar):
+        yield
 
 
 class _Generated(Exception):

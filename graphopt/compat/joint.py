@@ -140,10 +140,17 @@ def _intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]
     parameters, and they do not depend on it.
     """
     from torch._dynamo.output_graph import OutputGraph
+    from torch._dynamo.variables.tensor import TensorVariable
 
-    if not hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
-        return contextlib.nullcontext()
-    return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", return_value=None)
+    if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
+        return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", return_value=None)
+    traced = TensorVariable.method_requires_grad_  # torch 2.11 refuses whatever changes the flag
+
+    def passed_over(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        wanted = requires_grad is True or requires_grad.as_python_constant()
+        return self if wanted and not self.source else traced(self, tx, requires_grad)
+
+    return mock.patch.object(TensorVariable, "method_requires_grad_", passed_over)
 
 
 def _explain_graph_break(error: Exception) -> str:
