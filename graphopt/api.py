@@ -86,6 +86,7 @@ def optimize(
     check_backend(backend)
     args, kwargs = as_call(example_inputs)
     _require_storage(model)
+    _require_one_replica(model)
     variants = Variants(model, batch_dim, backend)
     with _training_mode(model):
         start = time.perf_counter()
@@ -386,6 +387,14 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+def _require_one_replica(model: nn.Module) -> None:
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise InputError(
+            f"a {type(model).__name__} spreads batches over devices, which a captured step would not: graphopt trains on one. "
+            "Pass the model that it wraps, model.module."
+        )
 
 
 def _require_storage(model: nn.Module) -> None:

@@ -224,6 +224,12 @@ def _trace(
         except RuntimeError as error:
             if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error
+            if "register a pytree" in str(error):
+                kind = str(error).split("'")[1] if "'" in str(error) else "object"
+                raise CaptureError(
+                    f"the model returns a {kind}, in which torch finds no tensors. Return a tensor, tuple, dict or a "
+                    "ModelOutput, or register the class with torch.utils._pytree.register_dataclass."
+                ) from error
             raise CaptureError(
                 f"the backward of the model cannot be traced; check that it trains in eager mode. {error}"
             ) from error

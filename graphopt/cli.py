@@ -49,6 +49,7 @@ def analyze(
     import graphopt
     from graphopt.integrations.models import load
 
+    _make_folder_of(plot)
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
@@ -111,6 +112,7 @@ def plan(
     from graphopt.report.memory import plan_dict, plot_timeline, show_plan
 
     check_devices(devices, device_memory, tensor_parallel, margin)
+    _make_folder_of(plot)
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
@@ -130,6 +132,19 @@ def plan(
         print(json.dumps({"model": model, **plan_dict(found)}, indent=1))
     else:
         show_plan(found, Console())
+
+
+def _make_folder_of(file: Path | None) -> None:
+    """Make the folder that a file is to be written to, before the work whose result it is.
+
+    Raises:
+        InputError: it cannot be made.
+    """
+    try:
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {file}: {error}") from error
 
 
 def _named(optimizer: str) -> str | None:
@@ -156,6 +171,7 @@ def pareto(
     from graphopt.planner.pareto import STEPS
     from graphopt.report.pareto import plot_points, show_points
 
+    _make_folder_of(plot)
     with Progress(console=Console(stderr=True)) as bar:
         loaded, inputs = load(model, batch, length, weights=True)
         task = bar.add_task("planning", total=STEPS**2)
@@ -334,17 +350,17 @@ def bench_budget(
 def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
     """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
     text = json.dumps(results, indent=1)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(text + "\n")
     if as_json:
         print(text)
     else:
         show(results, Console())
+    if out is not None:
+        _make_folder_of(out)
+        out.write_text(text + "\n")
 
 
 def main() -> None:
-    """Entry point: graphopt's own errors and wrong usage end with one line and exit code 2."""
+    """Entry point: graphopt's own errors, wrong usage and files that cannot be opened end with one line and exit code 2."""
     try:
         result = app(standalone_mode=False)
     except GraphoptError as error:
@@ -353,6 +369,8 @@ def main() -> None:
         sys.exit(stop.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
+    except OSError as error:
+        _fail(f"{type(error).__name__}: {error}")
     except Exception as error:
         if not hasattr(error, "format_message"):  # wrong usage, as typer and click report it
             raise

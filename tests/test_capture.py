@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -195,6 +196,27 @@ def test_nothing_to_train_and_nothing_to_differentiate() -> None:
 
     with pytest.raises(CaptureError, match="requires a gradient"):
         graphopt.optimize(Detached(), inputs)
+
+
+def test_a_model_that_spreads_batches_over_devices_is_refused() -> None:
+    model, inputs = zoo.make("mlp")
+    with pytest.raises(InputError, match=r"DataParallel.*model\.module"):
+        graphopt.optimize(nn.DataParallel(model), inputs, budget=0.6)
+
+
+@dataclasses.dataclass
+class Plain:
+    loss: Tensor
+
+
+class ReturnsPlain(nn.Linear):
+    def forward(self, x: Tensor) -> Plain:  # type: ignore[override]
+        return Plain(super().forward(x).square().mean())
+
+
+def test_a_class_that_torch_cannot_look_into() -> None:
+    with pytest.raises(CaptureError, match=r"returns a tests\.test_capture\.Plain.*register_dataclass"):
+        graphopt.optimize(ReturnsPlain(3, 3), (torch.randn(2, 3),))
 
 
 class Mixed(nn.Module):

@@ -13,6 +13,10 @@ def mlp():  # type: ignore[no-untyped-def]
     return zoo.make("mlp", 4)
 
 
+def fails():  # type: ignore[no-untyped-def]
+    raise KeyError("weights")
+
+
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["graphopt", *arguments])
     with pytest.raises(SystemExit) as stop:
@@ -65,6 +69,10 @@ def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None: 
         ["analyze", "tests.test_cli:missing"],
         ["analyze", "no.such.module:x"],
         ["analyze", "tests.test_cli:mlp", "--cost", "guess"],
+        ["analyze", "tests.test_cli:fails"],
+        ["analyze", "tests.test_cli:mlp", "--memory", "--plot", f"{__file__}/below/a/file.png"],
+        ["pareto", "tests.test_cli:mlp", "--plot", f"{__file__}/below/a/file.png"],
+        ["optimize", "tests.test_cli:mlp", "--out", f"{__file__}/below/a/file"],
         ["analyze", "tests.test_cli:mlp", "--batch", "0"],
         ["optimize", "tests.test_cli:mlp", "--budget", "1.5"],
         ["optimize", "tests.test_cli:mlp", "--budget", "0.01"],

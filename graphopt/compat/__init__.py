@@ -12,11 +12,15 @@ the last two are found here, too.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn.modules import module as _modules
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.module_tracker import ModuleTracker
 
 from graphopt.compat.fakes import (
     expression as expression,
@@ -91,9 +95,16 @@ def release_saved_tensors(ctx: Any) -> None:
         release()
 
 
-def unobserved() -> contextlib.AbstractContextManager[None]:
-    """Modes that watch or change operators, such as FLOP counters, do not see what runs meanwhile."""
-    return _disable_current_modes()
+@contextlib.contextmanager
+def unobserved() -> Iterator[None]:
+    """Modes that watch or change operators, such as FLOP counters, and their module trackers do not see what runs meanwhile."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for hooks in (_modules._global_forward_pre_hooks, _modules._global_forward_hooks):
+            others = {k: hook for k, hook in hooks.items() if not isinstance(getattr(hook, "__self__", None), ModuleTracker)}
+            if len(others) < len(hooks):  # Dynamo cannot trace these
+                stack.enter_context(mock.patch.dict(hooks, others, clear=True))
+        yield
 
 
 def trace_artifact(name: str, text: str) -> None:

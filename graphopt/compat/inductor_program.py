@@ -116,8 +116,10 @@ def _program(module: fx.GraphModule, visible: Sequence[int], static: Sequence[in
 
 @contextlib.contextmanager
 def _scalar_kernels() -> Iterator[None]:
-    """Leave out the vectorised forms of a CPU kernel, most of what generating it takes: its scalar form, which is generated first,
-    decides which buffers it uses. Of loops that are fused by their outer levels, how they are tiled decides, too."""
+    """Leave out the vectorised forms of CPU kernels: the scalar form, which is generated first, decides which buffers are used.
+
+    Where loops are fused by their outer levels, how they are tiled decides, too: those are generated in full.
+    """
     from torch._inductor.codegen import cpp
 
     generate = cpp.CppScheduling.codegen_node
@@ -125,7 +127,7 @@ def _scalar_kernels() -> Iterator[None]:
     class ScalarOnly(cpp.CppKernelProxy):
         def __init__(self, kernel_group: Any) -> None:
             super().__init__(kernel_group)
-            self.picked_vec_isa = None
+            self.picked_vec_isa: Any = None
 
     def scalar(self: Any, node: Any) -> Any:
         if isinstance(node, cpp.OuterLoopFusedSchedulerNode):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.errors import InputError
+from graphopt.errors import GraphoptError, InputError
 
 
 def load(name: str, batch: int, length: int, weights: bool) -> tuple[nn.Module, Any]:
@@ -43,7 +43,12 @@ def _from_factory(name: str, weights: bool) -> tuple[nn.Module, Any]:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InputError(f"cannot import {name!r}: {error}") from error
-    made = factory() if callable(factory) else factory
+    try:
+        made = factory() if callable(factory) else factory
+    except GraphoptError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name} failed with {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InputError(f"{name} must return (model, example_inputs), not {type(made).__name__}.")
     return made

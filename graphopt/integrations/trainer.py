@@ -7,8 +7,9 @@ autocast wrapper of accelerate. Everything else is what the Trainer tells its ca
 from __future__ import annotations
 
 import math
+import os
 import sys
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,13 @@ def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    """The plan's file in the checkpoint that training resumes from."""
-    named = args.resume_from_checkpoint
-    folders = [Path(args.output_dir) / f"checkpoint-{state.global_step}"]
-    if isinstance(named, str) and Path(named).is_dir():
-        folders.insert(0, Path(named))
-    return next((f / STATE_FILE for f in folders if (f / STATE_FILE).exists()), folders[-1] / STATE_FILE)
+    """The plan's file in the checkpoint that training resumes from; a callback is not told what `train` was called with."""
+    trainers = (names for names in _callers() if isinstance(names.get("self"), transformers.Trainer))
+    given = [names.get("resume_from_checkpoint") for names in trainers]
+    for named in (*given, args.resume_from_checkpoint):
+        if isinstance(named, (str, os.PathLike)) and Path(named).is_dir():
+            return Path(named) / STATE_FILE
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE
 
 
 def _steps_per_epoch(args: Any, loader: Any) -> int | None:
@@ -226,13 +228,19 @@ def _ahead_of_reports(callback: TrainerCallback) -> None:
 
     A callback is not told who calls it, so the handler is looked for among the callers.
     """
-    frame = sys._getframe(1)
-    for _ in range(4):
-        handler = frame.f_locals.get("self")
+    for names in _callers():
+        handler = names.get("self")
         if isinstance(handler, CallbackHandler):
             handler.callbacks.remove(callback)
             handler.callbacks.insert(0, callback)
             return
+
+
+def _callers() -> Iterator[dict[str, Any]]:
+    """The local names of the functions that called a callback, the innermost first."""
+    frame = sys._getframe(1)
+    for _ in range(12):
         if frame.f_back is None:
             return
         frame = frame.f_back
+        yield frame.f_locals

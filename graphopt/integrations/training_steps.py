@@ -178,7 +178,8 @@ class TrainingSteps:
         self._batch, self._autocast = batch, _autocast(batch)
         reports = opt.last_step.reports if opt.last_step is not None else ()
         self.savings.original += opt.model_runs - stood_in
-        self.savings.last = reports[-1].step_flops_after / reports[0].step_flops_before if reports else 1.0
+        before = reports[0].step_flops_before if reports else 0
+        self.savings.last = reports[-1].step_flops_after / before if before else 1.0
         return (output,)
 
     def _first(self, batch: Any, kind: Any) -> OptimizedModule | None:

@@ -46,6 +46,10 @@ class BackwardCosts:
         """T_full: forward and full backward."""
         return self.forward_flops + self.backward_flops
 
+    def part(self, flops: float) -> float:
+        """`flops` as a part of full training's; 0 where that takes none, as of embeddings and norms alone."""
+        return flops / self.step_flops if self.step_flops else 0.0
+
     def affordable(self, flops_ratio: float) -> int:
         """Backward FLOPs that a budget leaves: floor(rho * T_full) - T_fp, exact in integers."""
         numerator, denominator = float(flops_ratio).as_integer_ratio()
@@ -72,7 +76,7 @@ class BackwardCosts:
 def smallest_ratio(costs: BackwardCosts) -> float:
     """The smallest budget that trains anything: forward plus the cheapest gradient, rounded up to 4 digits."""
     cheapest = min(costs.cost([i]) for i in range(len(costs.names)))
-    units = math.ceil((costs.forward_flops + cheapest) / costs.step_flops * 10_000)
+    units = math.ceil(costs.part(costs.forward_flops + cheapest) * 10_000)
     if costs.affordable(units / 10_000) < cheapest:  # the decimal number lies a hair below the fraction
         units += 1
     return min(1.0, units / 10_000)

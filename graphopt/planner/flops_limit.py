@@ -70,7 +70,9 @@ class FlopsLimit:
 
     @property
     def everything_fits(self) -> bool:
-        """Whether all can be trained, since other passes save enough."""
+        """Whether all can be trained, since other passes save enough, or since the model takes no FLOPs."""
+        if not self.profile.step:
+            return True
         return self.saved_of_all > 0 and self.profile.step - self.saved_of_all <= self.most
 
     def reachable(self) -> tuple[str, ...]:
@@ -104,7 +106,7 @@ class FlopsLimit:
             saved = self.saved(frozenset(selection.names))
             flops = self.profile.forward + selection.backward_flops - saved
             if flops <= self.most and (found is None or selection.value > found.value):
-                found = replace(selection, flops_ratio=flops / self.profile.step)
+                found = replace(selection, flops_ratio=self.costs.part(flops))
             if saved == spare or (found is not None and saved < spare):
                 break
             spare = saved
@@ -128,7 +130,7 @@ class FlopsLimit:
             selection,
             names=tuple(self.profile.order[k] for k in chosen),
             backward_flops=self.profile.cost(names),
-            flops_ratio=self.step_flops(names) / self.profile.step,
+            flops_ratio=self.costs.part(self.step_flops(names)),
             value=math.fsum(values[k] for k in chosen),
         )
 
@@ -143,15 +145,15 @@ class FlopsLimit:
             raise self._infeasible()
         value = values[self.profile.order.index(name)]
         if value <= 0:
-            return Selection((), 0, self.profile.forward / self.profile.step, 0.0, "the cheapest tensor", math.inf)
-        return Selection((name,), self.profile.cost([name]), flops / self.profile.step, value, "the cheapest tensor", math.inf)
+            return Selection((), 0, self.costs.part(self.profile.forward), 0.0, "the cheapest tensor", math.inf)
+        return Selection((name,), self.profile.cost([name]), self.costs.part(flops), value, "the cheapest tensor", math.inf)
 
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
         if not self.likely_saved:
             return infeasible(self.costs, self.plan.budget.flops)
         fewest = self.step_flops(frozenset([self._cheapest]))
-        units = math.ceil(fewest / self.profile.step * 10_000)
+        units = math.ceil(self.costs.part(fewest) * 10_000)
         if self.profile.forward + self.costs.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
             units += 1
         return BudgetError(
@@ -206,5 +208,5 @@ def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:
     if needed > limit.most:
         raise BudgetError(
             f"flops={plan.budget.flops} is less than training the tensors that were given needs: "
-            f"{needed / limit.profile.step:.4f} of a full step. Train fewer, or leave them to be selected: GreenTrainer()."
+            f"{limit.costs.part(needed):.4f} of a full step. Train fewer, or leave them to be selected: GreenTrainer()."
         )

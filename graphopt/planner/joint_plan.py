@@ -213,7 +213,7 @@ def planned(
             passes.append(GreenTrainer())
         value = math.fsum(problem.importance[k] for k in allocation.train)
         cost = problem.costs.cost(allocation.train)
-        ratio = (problem.costs.forward_flops + cost) / problem.costs.step_flops
+        ratio = problem.costs.part(problem.costs.forward_flops + cost)
         selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap)
         plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
     if allocation.compressed and compress is not None:

@@ -74,7 +74,7 @@ def trade_offs(
         kept = sum(problem.importance[k] for k in allocation.train)
         kept -= (1 - problem.kept_value) * sum(problem.importance[k] for k in allocation.compressed)
         found[key] = Point(
-            reports[-1].step_flops_after / profile.step,
+            costs.part(reports[-1].step_flops_after),
             limit.peak_of(rewritten, graph.batch_size),
             kept / total,
             len(allocation.train),

@@ -210,7 +210,7 @@ class Plan:
         whole = reports[sampling[0]].step_flops_before
         if sampling[0] < len(reports) - 1:
             whole = self.without_sampling().rewrite(graph, batch_size)[1][-1].step_flops_after
-        return reports[-1].step_flops_after / whole
+        return reports[-1].step_flops_after / whole if whole else 1.0
 
     def without_approximations(self) -> Plan:
         """The plan with the passes alone whose gradients are exact; what is trained stays the same."""

@@ -98,7 +98,7 @@ def select(
 
 def infeasible(costs: BackwardCosts, flops_ratio: float) -> BudgetError:
     """The error for a budget too small to train anything."""
-    forward = costs.forward_flops / costs.step_flops
+    forward = costs.part(costs.forward_flops)
     what = "is below the forward pass alone" if flops_ratio < forward else "leaves too little for any gradient beyond the forward"
     return BudgetError(
         f"flops={flops_ratio:.4g} {what} ({forward:.3f} of a full step). Smallest feasible: {smallest_ratio(costs)}."
@@ -110,7 +110,7 @@ def _selection(costs: BackwardCosts, importance: Sequence[float], chosen: Sequen
     return Selection(
         names=tuple(costs.names[i] for i in sorted(chosen)),
         backward_flops=backward,
-        flops_ratio=(costs.forward_flops + backward) / costs.step_flops,
+        flops_ratio=costs.part(costs.forward_flops + backward),
         value=math.fsum(importance[i] for i in chosen),
         solver=solver,
         gap=gap,

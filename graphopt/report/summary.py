@@ -207,7 +207,7 @@ def make_report(
         if name not in reordered
     }
     orders = [choice for choice in choices if isinstance(choice, Choice)]
-    ratio = step_flops / flops.step if flops.step else 1.0
+    ratio = step_flops / flops.step if flops.step else 0.0
     peak = None
     if plan.memory is not None and not in_eager_mode:
         peak = plan.memory.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)

@@ -62,6 +62,17 @@ def test_sampling_is_resumed_to_the_bit(tmp_path: Path) -> None:
     assert history(whole, "graphopt/flops_saved") == history(resumed, "graphopt/flops_saved")
 
 
+def test_a_plan_is_resumed_from_wherever_the_checkpoint_lies(tmp_path: Path, warnings: list[str]) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}
+    whole = trainer(classifier(), points(), tmp_path / "whole", [callback(0.7)], **options)
+    whole.train()
+    elsewhere = (tmp_path / "whole" / "checkpoint-3").rename(tmp_path / "kept")
+    resumed = trainer(classifier(), points(), tmp_path / "resumed", [callback(0.7)], **options)
+    resumed.train(resume_from_checkpoint=str(elsewhere))
+    assert same(whole.model, resumed.model)
+    assert not warnings
+
+
 @pytest.mark.parametrize("lost", [False, True])
 def test_without_a_plan_in_the_checkpoint_a_new_one_is_made(tmp_path: Path, warnings: list[str], lost: bool) -> None:
     options = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 1}

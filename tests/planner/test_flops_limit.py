@@ -203,3 +203,22 @@ def test_limits_on_flops_and_memory_together_count_reordered_products() -> None:
         assert opt.report.flops_ratio <= (reordered + 1) / 2
         assert opt.report.plan.remaining["memory"]["left"] >= 0
         assert part < 1 or not opt.selects
+
+
+@pytest.mark.parametrize("flops", [0.3, 1.0])
+def test_a_model_that_takes_no_flops_is_trained_as_a_whole(flops: float) -> None:
+    model, x = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4)), torch.arange(6).view(2, 3)
+
+    def loss(y: Tensor) -> Tensor:
+        return (y * torch.arange(4.0)).sin().sum()
+
+    reference = copy.deepcopy(model)
+    loss(reference(x)).backward()
+    for budget in (graphopt.Budget(flops=flops), graphopt.Budget(flops=flops, memory="1GiB", variance=0.1)):
+        opt = graphopt.optimize(model, (x,), budget, backend="aot_eager", loss=loss)
+        loss(opt(x)).backward()
+        for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+        assert opt.report.flops_ratio == 0.0
+        opt.zero_grad()
+    assert graphopt.api.pareto(model, (x,), loss=loss)[0].flops_ratio == 0.0

@@ -72,6 +72,15 @@ def test_a_flop_counter_around_a_call_that_compiles_counts_the_step_alone() -> N
         assert counter.get_total_flops() == flop_profile(opt.last_step.graph).step
 
 
+def test_a_flop_counter_around_a_call_that_is_traced_counts_the_step_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(11, 11), torch.nn.Tanh(), torch.nn.Linear(11, 1))
+    opt = graphopt.optimize(model, (torch.randn(6, 11),), backend="aot_eager")
+    with FlopCounterMode(display=False) as counter:
+        opt(torch.randn(1, 11)).square().sum().backward()
+    assert opt.model_runs == 0
+    assert counter.get_total_flops() == 2 * 11 * (11 + 11 + 3)  # forward, and the first weight, the last, and between them
+
+
 def test_caches_are_bounded() -> None:
     cache: BoundedCache[int, int] = BoundedCache(3)
     for i in range(5):
