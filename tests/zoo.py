@@ -208,6 +208,16 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
+def in_one_block(model: nn.Module) -> nn.Module:
+    """A transformer cut to the first of its blocks, where more of them add time and nothing else."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.ModuleList):
+            setattr(model, name, child[:1])
+        else:
+            in_one_block(child)
+    return model
+
+
 def loss_of(output: Any) -> Tensor:
     """The scalar loss of any zoo model's output."""
     if isinstance(output, Tensor):

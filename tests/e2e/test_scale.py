@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 with torch.device("meta"):
     model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16"))
 ids = torch.zeros((4, 512), dtype=torch.long)
-analysis = graphopt.analyze(model, {"input_ids": ids, "labels": ids})
+analysis = graphopt.analyze(model, {"input_ids": ids, "labels": ids}, backend="aot_eager")
 flops, memory = analysis.flops, analysis.memory
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps({"step": flops.step, "rows": len(flops.tensors), "peak": peak,

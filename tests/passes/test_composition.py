@@ -88,11 +88,7 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]
     if name == "mlp":
         torch.manual_seed(0)
         model = zoo.MLP(width=64).to(dtype)
-    for module in model.modules() if name in ("t5-tied", "lora") else ():
-        for child, blocks in module.named_children():
-            if isinstance(blocks, nn.ModuleList) and child in ("layers", "block"):
-                setattr(module, child, blocks[:1])
-    return model, inputs
+    return zoo.in_one_block(model) if name in ("t5-tied", "lora") else model, inputs
 
 
 @functools.cache
