@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.compat import is_kept, is_recomputed
+from graphopt.compat import in_region, is_kept, is_recomputed
 from graphopt.errors import InputError
 from graphopt.graph import BATCH, TrainingGraph, ancestors
 
@@ -193,7 +193,8 @@ def _served_parameters(graph: TrainingGraph, forward: set[fx.Node], gradients: l
         if (node in forward and not is_recomputed(node)) or node.op == "output":
             continue
         for user in node.users:
-            if user.op != "output" and not (node in forward and is_kept(user)):
+            kept = node in forward and is_kept(user) and (user in forward or in_region(user))
+            if user.op != "output" and not kept:
                 serves[node] |= serves[user]
     return serves
 

@@ -53,6 +53,7 @@ from graphopt.compat.joint import (
 from graphopt.compat.recompute import (
     RECOMPUTE as RECOMPUTE,
     SAVE as SAVE,
+    in_region as in_region,
     is_kept as is_kept,
     is_recomputed as is_recomputed,
     recompute_mark as recompute_mark,

@@ -35,6 +35,14 @@ def is_kept(node: fx.Node) -> bool:
     return getattr(node.meta.get("recompute"), "name", "") == "MUST_SAVE" or (_is_marked(node) and _starts_a_region(node))
 
 
+def in_region(node: fx.Node) -> bool:
+    """Whether a node is part of a region that is computed again.
+
+    The partitioner marks others to be saved, too, when a region reads them; those that the backward alone computes are not.
+    """
+    return node.meta.get("ac_graph_id") is not None
+
+
 def _starts_a_region(node: fx.Node) -> bool:
     return any(_is_marked(user) and _is_later(user, node) for user in node.users)
 

@@ -11,10 +11,12 @@ import torch
 from graphopt.passes import GreenTrainer, Lsp, run_pass
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt import PassError
 from graphopt.analysis.compression_orders import ORDERS, CompressionShape, order_flops
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.analysis.weight_gradients import find_weight_gradients
@@ -271,3 +273,32 @@ def test_memory_falls_as_foretold() -> None:
     assert foretold[0] - foretold[1] == pytest.approx(peaks[0] - peaks[1], rel=0.01)
     for measured, expected in zip(peaks, foretold, strict=True):
         assert measured == pytest.approx(expected, rel=0.01)
+
+
+class RegionOfProducts(nn.Module):
+    """A checkpointed region whose second product's gradient alone reads the result of its first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(size)) for size in ((5, 7), (7, 4)))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.region, x + 0.5 * x.flip([0]), use_reentrant=False).square().sum()
+
+    def region(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, (x @ self.first).view(-1, 7), self.second)
+
+
+@pytest.mark.parametrize("order", ["activations", "left", "right", "formed"])
+def test_what_a_compressed_gradient_reads_of_a_checkpointed_region_is_counted(order: str) -> None:
+    torch.manual_seed(0)
+    model, x = RegionOfProducts(), torch.randn(6, 2, 5)
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=2, nonzeros=1, order=order)], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.0)
+    opt(x).backward()  # looks at full gradients
+    optimizer.step()
+    with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+        opt(x).backward()
+    assert opt.last_step is not None
+    assert counter.get_total_flops() == flop_profile(opt.last_step.graph).step == opt.report.step_flops
