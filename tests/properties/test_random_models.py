@@ -18,7 +18,7 @@ SEED = int(os.environ.get("FUZZ_SEED") or 0)
 SHARDS, NETWORKS, REQUESTS = (20, 25, 4) if LONG else (2, 5, 4)
 INDUCTOR_ONE_IN = 100 if LONG else 0
 LEAST_ACCEPTED = 0.5
-"""Part of a shard's cases that must not be refused, lest refusals hide everything: 0.85 of all 2,000 are held, 0.56 of one shard."""
+"""Part of a shard's cases that must not be refused, lest refusals hide all: 0.85 of 2,000 are held, 0.56 of one shard."""
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
