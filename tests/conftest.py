@@ -57,15 +57,35 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many random networks were tried with which outcome, over all processes."""
-    outcomes: Counter[str] = Counter()
-    for report in (r for reports in terminalreporter.stats.values() for r in reports if getattr(r, "when", "") == "call"):
+LEAST_HELD = 0.6
+"""Part of all random networks that must not be refused, lest refusals hide everything; a shard of a hundred may have fewer."""
+
+
+def _random_networks(reporter: Any) -> tuple[int, Counter[str]]:
+    """The seed, and how many random networks had which outcome, over all processes."""
+    seed, outcomes = 0, Counter[str]()
+    for report in (r for reports in reporter.stats.values() for r in reports if getattr(r, "when", "") == "call"):
         for name, value in report.user_properties:
             if name == "random networks":
                 seed = value["seed"]
                 outcomes.update({k: n for k, n in value.items() if k != "seed"})
+    return seed, outcomes
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail where too many random networks were refused."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    outcomes = _random_networks(reporter)[1] if reporter is not None else Counter[str]()
+    if outcomes["held"] < LEAST_HELD * outcomes.total() and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many random networks were tried with which outcome."""
+    seed, outcomes = _random_networks(terminalreporter)
     if outcomes:
         terminalreporter.section(f"{outcomes.total()} random networks, SEED={seed}")
+        if outcomes["held"] < LEAST_HELD * outcomes.total():
+            terminalreporter.line(f"FAILED: fewer than {LEAST_HELD:.0%} of them were held")
         for outcome, count in outcomes.most_common():
             terminalreporter.line(f"{count:6} {outcome}")
