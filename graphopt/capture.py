@@ -228,7 +228,7 @@ def _trace(
                 kind = str(error).split("'")[1] if "'" in str(error) else "object"
                 raise CaptureError(
                     f"the model returns a {kind}, in which torch finds no tensors. Return a tensor, tuple, dict or a "
-                    "ModelOutput, or register the class with torch.utils._pytree.register_dataclass."
+                    "ModelOutput, or register the class with torch.export.register_dataclass."
                 ) from error
             raise CaptureError(
                 f"the backward of the model cannot be traced; check that it trains in eager mode. {error}"

@@ -215,8 +215,29 @@ class ReturnsPlain(nn.Linear):
 
 
 def test_a_class_that_torch_cannot_look_into() -> None:
-    with pytest.raises(CaptureError, match=r"returns a tests\.test_capture\.Plain.*register_dataclass"):
+    with pytest.raises(CaptureError, match=r"returns a tests\.test_capture\.Plain.*torch\.export\.register_dataclass"):
         graphopt.optimize(ReturnsPlain(3, 3), (torch.randn(2, 3),))
+
+
+@dataclasses.dataclass
+class Registered:
+    loss: Tensor
+
+
+class ReturnsRegistered(nn.Linear):
+    def forward(self, x: Tensor) -> Registered:  # type: ignore[override]
+        return Registered(super().forward(x).square().mean())
+
+
+def test_the_remedy_for_such_a_class_helps() -> None:
+    torch.export.register_dataclass(Registered)
+    model, x = ReturnsRegistered(3, 3), torch.randn(2, 3)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    output = opt(x)
+    assert isinstance(output, Registered)
+    torch.testing.assert_close(output.loss, model(x).loss)
+    output.loss.backward()
+    assert model.weight.grad is not None
 
 
 class Mixed(nn.Module):
