@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -300,3 +301,35 @@ def test_an_accelerate_loop_trains_as_without(tmp_path: Path) -> None:
     assert len(controller.history) == 2
     assert not any(math.isnan(outcome.gain) for outcome in controller.history)  # it could rate by the wrapped optimizer
     assert opt.report.flops_ratio <= 0.7
+
+
+def test_a_gradient_scaler_skips_the_steps_that_it_skips_without() -> None:
+    """Half precision, whose first scales overflow."""
+
+    def trained(budget: float | None, ours: bool) -> tuple[nn.Module, list[float]]:
+        model = classifier(dropout=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+        step: nn.Module = model
+        scales = []
+        for batch in torch.utils.data.DataLoader(points(48), batch_size=4):
+            with torch.autocast("cpu", torch.float16):
+                if ours and not scales:
+                    step = graphopt.optimize(model, batch, budget, backend="aot_eager", optimizer=optimizer)
+                loss = step(**batch)["loss"]
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return model, scales
+
+    plain, scales = trained(None, ours=False)
+    assert scales[0] < 2.0**20
+    assert sum(after >= before for before, after in pairwise(scales)) >= 4
+    exact, again = trained(None, ours=True)
+    assert scales == again
+    assert same(plain, exact)
+    assert all(torch.isfinite(p).all() for p in trained(0.7, ours=True)[0].parameters())
