@@ -17,26 +17,25 @@ from graphopt import compat
 from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.analysis.lora_sites import find_lora_sites
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.paper_rules import PaperProfile, paper_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
-from graphopt.capture import BatchDim, as_call, capture
-from graphopt.errors import ImportanceError, InputError, PassError
+from graphopt.calls import BatchDim, as_call
+from graphopt.capture import capture
+from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
-from graphopt.planner.contraction import merge_errors
-from graphopt.planner.flops_limit import FlopsLimit, check_given
-from graphopt.planner.importance import Importance, measure_importance
-from graphopt.planner.joint_plan import Means, default_compression, within_memory
+from graphopt.passes import Lsp, Pass, Vcas
+from graphopt.planner.importance import measure_importance
+from graphopt.planner.joint_plan import default_compression
+from graphopt.planner.make_plan import check_sampling, compressed_weights, make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.pareto import Point, trade_offs
-from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan, resolve_passes
+from graphopt.planner.plan import resolve_passes
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
@@ -115,109 +114,6 @@ def optimize(
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
             return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
     return opt
-
-
-def make_plan(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    graph: TrainingGraph,
-    budget: Budget,
-    passes: tuple[Pass, ...],
-    optimizer: torch.optim.Optimizer | None,
-    loss: LossFunction | None,
-    backend: Backend,
-    auto: bool = False,
-) -> Plan:
-    """Decide for every pass; see `optimize`.
-
-    Args:
-        auto: passes that have nothing to do are left out.
-    """
-    for rewrite in passes:
-        if isinstance(rewrite, Recompute):
-            rewrite.check(graph)
-    imprecise: dict[str, float] = {}
-    if any(isinstance(p, RunLora) for p in passes):
-        sites = find_lora_sites(graph)
-        if auto and not sites.layers and not sites.left_alone:
-            passes = tuple(p for p in passes if not isinstance(p, RunLora))
-        imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    left_out = {"vcas": SAMPLING_LEFT_OUT} if auto and budget.flops is not None and budget.variance is not None else {}
-    limit = MemoryLimit.of(budget, backend, optimizer)
-    plan = Plan(budget, passes, imprecise=imprecise, memory=limit, not_needed=left_out)
-    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
-    freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
-
-    def rate() -> Importance:
-        return measure_importance(model, args, kwargs, flop_profile(graph).order, optimizer, loss)
-
-    # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
-    compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
-    return within_memory(plan, graph, Means(freeze, compress), rate)
-
-
-def compressed_weights(plan: Plan, compression: Lsp, graph: TrainingGraph) -> tuple[str, ...]:
-    """The weights whose gradient is compressed whenever it is computed, whatever is selected and sampled from step to step.
-
-    Raises:
-        PassError: there is none; or the tensors to train were given, and a weight that was named, or every weight, is not among
-            them.
-    """
-    names = tuple(site.name for site in compression.applicable(graph))
-    if plan.train is None or plan.selection is not None:  # a selection may change: whatever it may train has a subspace
-        return names
-    trained = tuple(name for name in names if name in plan.train)
-    if not trained or (compression.weights is not None and trained != names):
-        cut = next(name for name in names if name not in plan.train)
-        raise PassError(f"lsp cannot compress the gradient of {cut}: greentrainer does not train it. Train it, or leave it out.")
-    return trained
-
-
-def check_sampling(plan: Plan, graph: TrainingGraph, reason: str) -> Plan:
-    """The plan, knowing why the backward cannot be sampled, if so.
-
-    Args:
-        reason: see `mixing_reason`.
-    Raises:
-        PassError: it cannot, although the caller asked for it by stating ratios; or they do not fit the model.
-    """
-    for rewrite in plan.passes:
-        if isinstance(rewrite, Vcas) and not rewrite.adaptive:
-            if reason:
-                remedy = "Pass an example of at least 2 samples" if graph.batch_size == 1 else "Remove the vcas pass"
-                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
-            rewrite.ratios(plan.before_sampling().rewrite(graph)[0])
-    return replace(plan, mixing=reason)
-
-
-def _with_selection(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    graph: TrainingGraph,
-    optimizer: torch.optim.Optimizer | None,
-    loss: LossFunction | None,
-) -> Plan:
-    """The plan with the tensors to train, where they are given or the budget limits FLOPs and not all can be trained."""
-    given = [p.train for p in plan.passes if isinstance(p, GreenTrainer) and p.train is not None]
-    if given:
-        check_given(given[0], plan, graph)
-        return replace(plan, train=frozenset(given[0]))
-    if plan.budget.flops is None:
-        return plan
-    limit = FlopsLimit(plan, graph, flop_profile(graph))
-    if limit.everything_fits:
-        return plan
-    importance = measure_importance(model, args, kwargs, limit.reachable(), optimizer, loss)
-    selection = limit.select(importance)
-    if not selection.names:
-        raise ImportanceError(
-            "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "
-            "optimizer=None to rate tensors by their squared gradient."
-        )
-    return replace(plan, train=frozenset(selection.names), selection=selection, importance=importance)
 
 
 @dataclass(frozen=True)

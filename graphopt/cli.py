@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphopt.errors import GraphoptError, InputError
+from graphopt.bench.commands import bench_app
+from graphopt.cli_options import AsJson, make_folder_of
+from graphopt.errors import GraphoptError
 
 app = typer.Typer(
     name="graphopt",
@@ -21,7 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder or config file (never downloaded), or package.module:factory.")]
@@ -29,7 +29,6 @@ Batch = Annotated[int, typer.Option(min=1, help="Samples in the example batch.")
 Length = Annotated[int, typer.Option(min=1, help="Tokens per sample, for text models.")]
 Backend = Annotated[str, typer.Option(help="Whose memory: inductor, aot_eager, or eager for the uncompiled model.")]
 Optimizer = Annotated[str, typer.Option(help="Whose states: sgd, momentum, adam, adamw, adamw8bit, ..., or none.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command()
@@ -49,7 +48,7 @@ def analyze(
     import graphopt
     from graphopt.integrations.models import load
 
-    _make_folder_of(plot)
+    make_folder_of(plot)
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
@@ -112,7 +111,7 @@ def plan(
     from graphopt.report.memory import plan_dict, plot_timeline, show_plan
 
     check_devices(devices, device_memory, tensor_parallel, margin)
-    _make_folder_of(plot)
+    make_folder_of(plot)
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
@@ -132,19 +131,6 @@ def plan(
         print(json.dumps({"model": model, **plan_dict(found)}, indent=1))
     else:
         show_plan(found, Console())
-
-
-def _make_folder_of(file: Path | None) -> None:
-    """Make the folder that a file is to be written to, before the work whose result it is.
-
-    Raises:
-        InputError: it cannot be made.
-    """
-    try:
-        if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error}") from error
 
 
 def _named(optimizer: str) -> str | None:
@@ -171,7 +157,7 @@ def pareto(
     from graphopt.planner.pareto import STEPS
     from graphopt.report.pareto import plot_points, show_points
 
-    _make_folder_of(plot)
+    make_folder_of(plot)
     with Progress(console=Console(stderr=True)) as bar:
         loaded, inputs = load(model, batch, length, weights=True)
         task = bar.add_task("planning", total=STEPS**2)
@@ -232,131 +218,6 @@ def demo(context: typer.Context) -> None:
         raise GraphoptError("the demo's data is in the repository: run it from a checkout installed with pip install -e.")
     arguments = context.args or ["--steps", "120", "--evaluate", "40", "--validation-rows", "1000"]
     runpy.run_path(str(script))["main"](arguments)
-
-
-@bench_app.command("greentrainer")
-def bench_greentrainer(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
-    models: Annotated[str, typer.Option(help="Comma-separated: minilm, gpt2.")] = "minilm,gpt2",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Full fine-tuning, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
-    from graphopt.bench import greentrainer
-
-    results = greentrainer.run(models.split(","), repeats, Console(stderr=True))
-    _give(results, greentrainer.show, out, as_json)
-
-
-@bench_app.command("memory")
-def bench_memory(
-    models: Annotated[str, typer.Option(help="Comma-separated: mlp, cnn, bert, gpt2, opt, llama, t5, vit; all by default.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Foretold against measured peak memory: eager and Inductor, several optimizers, with and without checkpointing."""
-    from graphopt.bench import memory
-    from graphopt.integrations.models import quiet_transformers
-
-    quiet_transformers()
-    results = memory.run(models.split(",") if models else None, Console(stderr=True))
-    _give(results, memory.show, out, as_json)
-
-
-@bench_app.command("runlora")
-def bench_runlora(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
-    cases: Annotated[str, typer.Option(help="Comma-separated names of cases; all by default.")] = "",
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """LoRA with PEFT, eager and torch.compile, against reordered products."""
-    import torch
-
-    from graphopt.bench import runlora
-
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in kinds:
-        raise InputError(f"dtype {dtype!r}: use {' or '.join(kinds)}.")
-    results = runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], Console(stderr=True))
-    _give(results, runlora.show, out, as_json)
-
-
-@bench_app.command("vcas")
-def bench_vcas(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
-    models: Annotated[str, typer.Option(help="Comma-separated names of models; all by default.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Sampled backwards that save 20, 35 and 50 % of the FLOPs, against exact training with torch.compile."""
-    from graphopt.bench import vcas
-
-    results = vcas.run(models.split(",") if models else list(vcas.MODELS), repeats, Console(stderr=True))
-    _give(results, vcas.show, out, as_json)
-
-
-@bench_app.command("lsp")
-def bench_lsp(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
-    cases: Annotated[str, typer.Option(help="Comma-separated cases; all by default.")] = "",
-    chart: Annotated[Path | None, typer.Option(help="Also draw the simulated schedules here (PNG).")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compressed gradients against AdamW, ZeRO-Offload's schedule and GaLore."""
-    from graphopt.bench import lsp
-
-    results = lsp.run(cases.split(",") if cases else None, repeats, Console(stderr=True), chart)
-    _give(results, lsp.show, out, as_json)
-
-
-@bench_app.command("budget")
-def bench_budget(
-    variants: Annotated[
-        str, typer.Option(help="Comma-separated: exact, greentrainer, vcas, lsp, runlora, auto; by default those not run yet.")
-    ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of exact training.")] = 600,
-    most_steps: Annotated[int, typer.Option(min=0, help="Steps of every other run, at most; 0: as many as exact training.")] = 0,
-    time: Annotated[float, typer.Option(min=0.01, help="Part of exact training's time that every other run gets.")] = 1.0,
-    rates: Annotated[str, typer.Option(help="Peak learning rates that differ from the defaults, as auto=5e-4,lsp=1e-3.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the head, the batches and dropout.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as many as torch takes.")] = 0,
-    evaluate: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 50,
-    validation_rows: Annotated[int, typer.Option(min=1, help="Rows used by them; the end is evaluated on all 5,000.")] = 2000,
-    backend: Annotated[str, typer.Option(help="inductor, or aot_eager to compile nothing.")] = "inductor",
-    out: Annotated[Path, typer.Option(help="Folder of the results, which are kept between calls, and of the plot.")] = Path(
-        "out/bench_budget"
-    ),
-    as_json: AsJson = False,
-) -> None:
-    """Accuracy over time of exact training, of each technique, and of what a budget chooses, in the same time."""
-    import torch
-
-    from graphopt.bench import budget
-    from graphopt.bench.budget_run import Settings
-    from graphopt.lower import check_backend
-
-    check_backend(backend)
-    settings = Settings(
-        steps, most_steps or steps, time, seed, threads or torch.get_num_threads(), evaluate, validation_rows, backend
-    )
-    wanted = variants.split(",") if variants else None
-    results = budget.run(wanted, settings, budget.parse_rates(rates), out, Console(stderr=True))
-    _give(results, budget.show, None, as_json)
-
-
-def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
-    """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
-    text = json.dumps(results, indent=1)
-    if as_json:
-        print(text)
-    else:
-        show(results, Console())
-    if out is not None:
-        _make_folder_of(out)
-        out.write_text(text + "\n")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from graphopt.report.picture import block_picture
 from graphopt.report.summary import Report
 
 if TYPE_CHECKING:
-    from graphopt.runtime.variants import CompiledStep
+    from graphopt.runtime.compiled_step import CompiledStep
 
 
 def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | None) -> list[Path]:

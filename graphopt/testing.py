@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
-from graphopt.capture import BatchDim, as_call, batch_size_of, capture_to_run, flatten_call
+from graphopt.calls import BatchDim, as_call, batch_size_of, flatten_call
+from graphopt.capture import capture_to_run
 from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import TOLERANCE, compare_values
 from graphopt.errors import PassError
@@ -22,8 +23,8 @@ from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
 from graphopt.passes import Pass, PassReport, Preserves, run_pass
 from graphopt.passes.base import Projected
+from graphopt.runtime.compiled_step import graph_inputs
 from graphopt.runtime.uniforms import Uniforms
-from graphopt.runtime.variants import graph_inputs
 from graphopt.specialise import specialise
 from graphopt.tangents import expected_results
 

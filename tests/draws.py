@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphopt.capture import as_call, flatten_call
+from graphopt.calls import as_call, flatten_call
 from graphopt.graph import TrainingGraph
 from graphopt.ops.sampling import filled_probabilities
 from tests import zoo

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt import CaptureError, InputError
-from graphopt.capture import as_call, capture, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture, capture_to_run
 from tests import zoo
 
 

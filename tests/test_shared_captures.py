@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphopt.capture import as_call, capture
+from graphopt.calls import as_call
+from graphopt.capture import capture
 from tests import shared_captures, zoo
 
 

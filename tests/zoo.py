@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt.capture import as_call, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture_to_run
 from graphopt.graph import TrainingGraph
 
 VOCABULARY = 97

@@ -18,15 +18,8 @@ from graphopt import compat
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
 from graphopt.analysis.recording import RecordedStorage, Recording
-from graphopt.capture import (
-    BatchDim,
-    batch_dims_of,
-    batch_size_of,
-    fake_copy,
-    flatten_call,
-    tiled,
-    unchanged_rng,
-)
+from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
+from graphopt.capture import fake_copy, tiled, unchanged_rng
 from graphopt.compat import pytree
 from graphopt.errors import CaptureError, GraphoptError, InputError
 from graphopt.graph import BATCH

@@ -22,7 +22,8 @@ from torch import nn
 import graphopt
 from graphopt.bench.device import this_device
 from graphopt.bench.greentrainer import pretrained_minilm
-from graphopt.capture import as_call, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture_to_run
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph

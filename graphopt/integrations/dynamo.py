@@ -22,8 +22,9 @@ from graphopt.passes import Preserves
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.disabled import switched_off
-from graphopt.runtime.variants import STEP_LIMIT, BoundedCache
+from graphopt.runtime.variants import STEP_LIMIT
 
 _TRAINED = WeakIdKeyDictionary()
 """Per parameter: the budget under which it was considered, and whether it is trained."""
@@ -102,8 +103,8 @@ class _Region(nn.Module):
 
     def compile_for(self, arguments: tuple[Any, ...], budget: Budget, passes: Any, backend: Any) -> Callable[..., Any]:
         """Plan and compile for these argument shapes."""
-        from graphopt.api import make_plan
         from graphopt.planner.joint_plan import Means, within_memory
+        from graphopt.planner.make_plan import make_plan
         from graphopt.runtime.variants import Variants
 
         variants = Variants(self, None, backend, straight_line=True)

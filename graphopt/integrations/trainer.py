@@ -19,7 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from graphopt.api import optimize
 from graphopt.budget import Budget
-from graphopt.capture import BatchDim
+from graphopt.calls import BatchDim
 from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.integrations.buckets import bucketed
 from graphopt.integrations.diverted import Diverted

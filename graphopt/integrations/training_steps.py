@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.capture import as_call
+from graphopt.calls import as_call
 from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.integrations.diverted import Diverted

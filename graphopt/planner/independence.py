@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
 from graphopt.analysis.boundaries import Boundary, find_boundaries
 from graphopt.analysis.liveness import is_view
-from graphopt.capture import FlatInputs, tiled, unchanged_rng
+from graphopt.calls import FlatInputs
+from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import no_autocast
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph, descendants

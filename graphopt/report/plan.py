@@ -13,7 +13,7 @@ import torch
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 from graphopt.planner.step_time import step_seconds
-from graphopt.runtime.variants import CompiledStep
+from graphopt.runtime.compiled_step import CompiledStep
 
 UNUSED = {
     "greentrainer": "everything is trained within the budget",

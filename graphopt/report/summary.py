@@ -14,7 +14,8 @@ from graphopt.planner.compression import CompressionChoice
 from graphopt.planner.contraction import Choice
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
-from graphopt.runtime.variants import CompiledStep, Variants
+from graphopt.runtime.compiled_step import CompiledStep
+from graphopt.runtime.variants import Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import IdleController, SamplingController

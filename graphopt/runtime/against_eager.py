@@ -20,16 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.capture import flatten_call, no_generation_cache, unchanged_rng
+from graphopt.calls import flatten_call
+from graphopt.capture import no_generation_cache, unchanged_rng
 from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.passes import Preserves, Vcas
 from graphopt.planner.plan import Plan
+from graphopt.runtime.compiled_step import CompiledStep, graph_inputs
 from graphopt.runtime.fallback import first_line
 from graphopt.runtime.subspaces import Subspaces
-from graphopt.runtime.variants import CompiledStep, Variants, graph_inputs
+from graphopt.runtime.variants import Variants
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from graphopt.capture import FlatInputs
+from graphopt.calls import FlatInputs
 from graphopt.planner.plan import Plan
-from graphopt.runtime.variants import CompiledStep, Variants
+from graphopt.runtime.compiled_step import CompiledStep
+from graphopt.runtime.variants import Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule

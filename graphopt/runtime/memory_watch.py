@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from graphopt import compat
-from graphopt.capture import FlatInputs
+from graphopt.calls import FlatInputs
 from graphopt.graph import TrainingGraph
+from graphopt.runtime.compiled_step import CompiledStep
 from graphopt.runtime.fallback import first_line
-from graphopt.runtime.variants import CompiledStep
 
 logger = logging.getLogger(__name__)
 

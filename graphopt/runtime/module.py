@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
-from graphopt.capture import FlatInputs, as_call
+from graphopt.calls import FlatInputs, as_call
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -21,13 +21,14 @@ from graphopt.planner.contraction import merge_errors
 from graphopt.planner.plan import Plan, Ratios
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
+from graphopt.runtime.compiled_step import CompiledStep, MeasuringStep
 from graphopt.runtime.fallback import Fallback
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
-from graphopt.runtime.variants import CompiledStep, Counters, MeasuringStep, Variants
+from graphopt.runtime.variants import Counters, Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import IdleController, SamplingController

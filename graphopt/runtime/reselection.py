@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.capture import as_call
+from graphopt.calls import as_call
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from graphopt.capture import as_call, flatten_call, unchanged_rng
+from graphopt.calls import as_call, flatten_call
+from graphopt.capture import unchanged_rng
 from graphopt.compat import pytree
 from graphopt.errors import InputError
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
@@ -23,8 +24,8 @@ from graphopt.runtime.fallback import first_line
 from graphopt.runtime.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
+    from graphopt.runtime.compiled_step import MeasuringStep
     from graphopt.runtime.module import OptimizedModule
-    from graphopt.runtime.variants import MeasuringStep
 
 BATCHES = 2
 """M: batches of a calibration; each has an exact pass, and a sampled one for every set of ratios that is measured."""

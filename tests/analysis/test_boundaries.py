@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim
 from graphopt.analysis.boundaries import Boundary, find_boundaries, longest_run
-from graphopt.capture import as_call, capture, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture, capture_to_run
 from graphopt.tangents import for_loss_alone
 from tests import zoo
 

@@ -15,7 +15,8 @@ from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import named_optimizer
 from graphopt.analysis.step_memory import step_memory
-from graphopt.capture import as_call, capture
+from graphopt.calls import as_call
+from graphopt.capture import capture
 from tests import zoo
 from tests.measure import peak_and_rest
 

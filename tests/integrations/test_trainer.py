@@ -19,7 +19,7 @@ from torch import nn
 import graphopt
 from graphopt.errors import InputError, PassError
 from graphopt.integrations.trainer import bucketed
-from graphopt.runtime import variants
+from graphopt.runtime import compiled_step, variants
 from tests.integrations.trainer_runs import (
     bert,
     callback,
@@ -209,7 +209,7 @@ def test_a_step_that_runs_out_of_memory_is_computed_as_the_model_is(
     def fails(*_: Any) -> Any:
         raise torch.OutOfMemoryError("16 GiB")
 
-    monkeypatch.setattr(variants.CompiledStep, "__call__", fails)
+    monkeypatch.setattr(compiled_step.CompiledStep, "__call__", fails)
     run = trainer(classifier(), points(8), tmp_path, [callback()], num_train_epochs=1)
     run.train()
     assert history(run, "graphopt/original_steps")[-1] == 2

@@ -20,7 +20,8 @@ from graphopt.analysis.contraction_orders import named_order
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
-from graphopt.capture import as_call, capture, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture, capture_to_run
 from graphopt.dump import readable
 from graphopt.graph import TrainingGraph
 from graphopt.planner.plan import resolve_passes

@@ -20,7 +20,8 @@ from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.analysis.weight_gradients import find_weight_gradients
-from graphopt.capture import as_call, capture, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture, capture_to_run
 from graphopt.dump import readable
 from graphopt.partition import split
 from graphopt.planner.compression import choose_compressions

@@ -13,7 +13,8 @@ import graphopt
 from graphopt import PassError
 from graphopt.analysis.segments import find_segments
 from graphopt.analysis.step_memory import step_memory
-from graphopt.capture import as_call, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture_to_run
 from graphopt.graph import TrainingGraph
 from graphopt.testing import check_pass
 from tests import zoo

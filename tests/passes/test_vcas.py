@@ -18,7 +18,8 @@ import graphopt
 from graphopt import PassError
 from graphopt.analysis.boundaries import find_boundaries
 from graphopt.analysis.flops import flop_profile
-from graphopt.capture import as_call, capture, capture_to_run
+from graphopt.calls import as_call
+from graphopt.capture import capture, capture_to_run
 from graphopt.dump import readable
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph

@@ -7,7 +7,7 @@ from torch import nn
 
 import graphopt
 from graphopt import ImportanceError
-from graphopt.capture import as_call
+from graphopt.calls import as_call
 from graphopt.planner.importance import Importance, measure_importance, next_update
 from tests import zoo
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt import PassError
-from graphopt.capture import as_call, capture_to_run, flatten_call
+from graphopt.calls import as_call, flatten_call
+from graphopt.capture import capture_to_run
 from graphopt.planner.independence import mixing_reason
 from tests import zoo
 

@@ -11,7 +11,8 @@ import graphopt
 from graphopt import PassError
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
-from graphopt.runtime.variants import CAPTURE_LIMIT, STEP_LIMIT, BoundedCache
+from graphopt.runtime.bounded_cache import BoundedCache
+from graphopt.runtime.variants import CAPTURE_LIMIT, STEP_LIMIT
 from tests import zoo
 
 

@@ -1,0 +1,145 @@
+"""The commands of `graphopt bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from graphopt.cli_options import AsJson, make_folder_of
+from graphopt.errors import InputError
+
+bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
+
+
+@bench_app.command("greentrainer")
+def bench_greentrainer(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
+    models: Annotated[str, typer.Option(help="Comma-separated: minilm, gpt2.")] = "minilm,gpt2",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Full fine-tuning, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
+    from graphopt.bench import greentrainer
+
+    make_folder_of(out)
+    results = greentrainer.run(models.split(","), repeats, Console(stderr=True))
+    _give(results, greentrainer.show, out, as_json)
+
+
+@bench_app.command("memory")
+def bench_memory(
+    models: Annotated[str, typer.Option(help="Comma-separated: mlp, cnn, bert, gpt2, opt, llama, t5, vit; all by default.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Foretold against measured peak memory: eager and Inductor, several optimizers, with and without checkpointing."""
+    from graphopt.bench import memory
+    from graphopt.integrations.models import quiet_transformers
+
+    quiet_transformers()
+    make_folder_of(out)
+    results = memory.run(models.split(",") if models else None, Console(stderr=True))
+    _give(results, memory.show, out, as_json)
+
+
+@bench_app.command("runlora")
+def bench_runlora(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
+    cases: Annotated[str, typer.Option(help="Comma-separated names of cases; all by default.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """LoRA with PEFT, eager and torch.compile, against reordered products."""
+    import torch
+
+    from graphopt.bench import runlora
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if dtype not in kinds:
+        raise InputError(f"dtype {dtype!r}: use {' or '.join(kinds)}.")
+    make_folder_of(out)
+    results = runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], Console(stderr=True))
+    _give(results, runlora.show, out, as_json)
+
+
+@bench_app.command("vcas")
+def bench_vcas(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
+    models: Annotated[str, typer.Option(help="Comma-separated names of models; all by default.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sampled backwards that save 20, 35 and 50 % of the FLOPs, against exact training with torch.compile."""
+    from graphopt.bench import vcas
+
+    make_folder_of(out)
+    results = vcas.run(models.split(",") if models else list(vcas.MODELS), repeats, Console(stderr=True))
+    _give(results, vcas.show, out, as_json)
+
+
+@bench_app.command("lsp")
+def bench_lsp(
+    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
+    cases: Annotated[str, typer.Option(help="Comma-separated cases; all by default.")] = "",
+    chart: Annotated[Path | None, typer.Option(help="Also draw the simulated schedules here (PNG).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compressed gradients against AdamW, ZeRO-Offload's schedule and GaLore."""
+    from graphopt.bench import lsp
+
+    make_folder_of(out)
+    results = lsp.run(cases.split(",") if cases else None, repeats, Console(stderr=True), chart)
+    _give(results, lsp.show, out, as_json)
+
+
+@bench_app.command("budget")
+def bench_budget(
+    variants: Annotated[
+        str, typer.Option(help="Comma-separated: exact, greentrainer, vcas, lsp, runlora, auto; by default those not run yet.")
+    ] = "",
+    steps: Annotated[int, typer.Option(min=1, help="Steps of exact training.")] = 600,
+    most_steps: Annotated[int, typer.Option(min=0, help="Steps of every other run, at most; 0: as many as exact training.")] = 0,
+    time: Annotated[float, typer.Option(min=0.01, help="Part of exact training's time that every other run gets.")] = 1.0,
+    rates: Annotated[str, typer.Option(help="Peak learning rates that differ from the defaults, as auto=5e-4,lsp=1e-3.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the head, the batches and dropout.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as many as torch takes.")] = 0,
+    evaluate: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 50,
+    validation_rows: Annotated[int, typer.Option(min=1, help="Rows used by them; the end is evaluated on all 5,000.")] = 2000,
+    backend: Annotated[str, typer.Option(help="inductor, or aot_eager to compile nothing.")] = "inductor",
+    out: Annotated[Path, typer.Option(help="Folder of the results, which are kept between calls, and of the plot.")] = Path(
+        "out/bench_budget"
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Accuracy over time of exact training, of each technique, and of what a budget chooses, in the same time."""
+    import torch
+
+    from graphopt.bench import budget
+    from graphopt.bench.budget_run import Settings
+    from graphopt.lower import check_backend
+
+    check_backend(backend)
+    settings = Settings(
+        steps, most_steps or steps, time, seed, threads or torch.get_num_threads(), evaluate, validation_rows, backend
+    )
+    wanted = variants.split(",") if variants else None
+    results = budget.run(wanted, settings, budget.parse_rates(rates), out, Console(stderr=True))
+    _give(results, budget.show, None, as_json)
+
+
+def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
+    """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
+    text = json.dumps(results, indent=1)
+    if as_json:
+        print(text)
+    else:
+        show(results, Console())
+    if out is not None:
+        out.write_text(text + "\n")

@@ -1,0 +1,104 @@
+"""A call of a model as flat tensors and constants, and the batch dimension of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from graphopt.compat import pytree
+from graphopt.errors import InputError
+
+BatchDim = int | None | Mapping[str | int, int | None]
+"""Which dimension of each input is the batch: one number for all, or per input name (or position); None: no batch."""
+
+
+@dataclass(frozen=True)
+class FlatInputs:
+    """A call's arguments, flattened.
+
+    Attributes:
+        tensors: the tensor leaves.
+        constants: the other leaves, with None in the place of tensors.
+        positions: where the tensors stand among all leaves.
+        names: one readable name per tensor, for messages.
+        spec: pytree structure of `(args, kwargs)`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    constants: tuple[Any, ...]
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+    spec: Any
+
+
+def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call `model(...)` from what the user handed over.
+
+    Raises:
+        InputError: not a tensor, tuple, list or mapping.
+    """
+    if isinstance(example_inputs, Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    raise InputError(
+        f"example_inputs must be a tensor, a tuple or a dict of tensors, not {type(example_inputs).__name__}. "
+        "Pass what you would pass to the model: a tuple for model(*inputs), a dict for model(**inputs)."
+    )
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatInputs:
+    """Split a call's arguments into tensors and constants."""
+    paths, spec = pytree.tree_flatten_with_path((args, dict(kwargs)))
+    positions = tuple(i for i, (_, leaf) in enumerate(paths) if isinstance(leaf, Tensor))
+    return FlatInputs(
+        tensors=tuple(paths[i][1] for i in positions),
+        constants=tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in paths),
+        positions=positions,
+        names=tuple(".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in paths[i][0][1:]) for i in positions),
+        spec=spec,
+    )
+
+
+def batch_dims_of(inputs: FlatInputs, batch_dim: BatchDim) -> tuple[int | None, ...]:
+    """The batch dimension of each flat tensor; None for scalars and inputs declared to have no batch.
+
+    Raises:
+        InputError: a declared dimension does not exist.
+    """
+    dims: list[int | None] = []
+    for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
+        dim: int | None
+        if isinstance(batch_dim, Mapping):
+            key = int(name) if name.isdigit() else name
+            dim = batch_dim.get(key, 0)
+        else:
+            dim = batch_dim
+        if dim is None or tensor.dim() == 0:
+            dims.append(None)
+            continue
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise InputError(f"input {name!r} has shape {tuple(tensor.shape)} and no batch dimension {dim}.")
+        dims.append(dim % tensor.dim())
+    return tuple(dims)
+
+
+def batch_size_of(inputs: FlatInputs, dims: Sequence[int | None]) -> int | None:
+    """The common batch size; None when no input has a batch.
+
+    Raises:
+        InputError: the batch dimensions disagree.
+    """
+    sizes = {n: int(t.shape[d]) for n, t, d in zip(inputs.names, inputs.tensors, dims, strict=True) if d is not None}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise InputError(
+            f"the batch dimensions of the inputs disagree ({listed}). Give every input the same batch, or name the "
+            "dimension per input, e.g. batch_dim={'position_ids': None} for one without a batch."
+        )
+    return next(iter(sizes.values()), None)

@@ -1,0 +1,114 @@
+"""A compiled step of a model, and one that measures what sampling rows would add."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphopt.calls import FlatInputs
+from graphopt.compat import InputDesc, pytree
+from graphopt.graph import TrainingGraph
+from graphopt.loss import LossFunction, scalar_loss
+from graphopt.lower import Lowered
+from graphopt.passes import PassReport
+from graphopt.planner.plan import Plan
+from graphopt.probe import COUNTS, Probe
+from graphopt.runtime.uniforms import Uniforms
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One compiled training step of a model.
+
+    Attributes:
+        plan: that it carries out.
+        graph: the static graph that was lowered.
+        lowered: the compiled callable and its two graphs.
+        reports: what each pass did.
+        compile_seconds: rewriting, specialising and compiling; `rewrite_seconds` is the passes' share.
+        sampled_part: FLOPs as a part of those with every row kept.
+    """
+
+    plan: Plan
+    graph: TrainingGraph
+    lowered: Lowered
+    reports: tuple[PassReport, ...]
+    compile_seconds: float
+    rewrite_seconds: float
+    uniforms: Uniforms
+    sampled_part: float = 1.0
+
+    def __call__(
+        self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, given: Mapping[InputDesc, Tensor] | None = None
+    ) -> Any:
+        """Run the step; the result has the structure of the model's own output. See `graph_inputs`."""
+        flat = graph_inputs(self.graph, inputs, model_tensors, self.uniforms, given)
+        return pytree.tree_unflatten(self.lowered.run(flat), self.graph.out_spec)
+
+
+def graph_inputs(
+    graph: TrainingGraph,
+    inputs: FlatInputs,
+    model_tensors: Mapping[str, Tensor],
+    uniforms: Uniforms,
+    given: Mapping[InputDesc, Tensor] | None = None,
+) -> list[Tensor]:
+    """The inputs of a graph's forward, in order: the caller's, the model's, and random numbers for passes that draw.
+
+    Args:
+        given: values of inputs of kind "given" and "compressed".
+    """
+    flat = []
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind == "input":
+            flat.append(inputs.tensors[desc.target])
+        elif desc.kind == "random":
+            value = node.meta["val"]
+            flat.append(uniforms.draw(desc.target, int(value.shape[0]), value.device))
+        elif desc.kind in ("given", "compressed"):
+            flat.append((given or {})[desc])
+        elif desc.kind != "tangent":
+            flat.append(model_tensors[desc.target])
+    return flat
+
+
+@dataclass(frozen=True)
+class MeasuringStep:
+    """A compiled step of a `Probe`.
+
+    Attributes:
+        probe: with the static graph that was lowered.
+        batch_size: samples.
+        fingerprint: of what it was compiled for, the same in every process.
+    """
+
+    probe: Probe
+    lowered: Lowered
+    batch_size: int
+    uniforms: Uniforms
+    fingerprint: str
+
+    def gradients(
+        self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, counts: Tensor, loss: LossFunction | None
+    ) -> dict[str, Tensor]:
+        """The gradients of the loss by parameter; `.grad` and buffers stay as they are.
+
+        Args:
+            counts: rows kept at each site; see `Probe`.
+        """
+        graph = self.probe.graph
+        mutated = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
+        names = [p.name for p in graph.trainable]
+        tensors = dict(model_tensors)
+        tensors |= {d.target: tensors[d.target].clone() for d in mutated if d.kind == "buffer"}
+        tensors |= {name: tensors[name].detach().requires_grad_() for name in names}  # the user's hooks are not for these
+        flat = graph_inputs(graph, inputs, tensors, self.uniforms, {COUNTS: counts})
+        with torch.enable_grad():
+            output = pytree.tree_unflatten(self.lowered.run(flat), graph.out_spec)
+            scalar, _ = scalar_loss(output, loss)
+            found = torch.autograd.grad(scalar, [tensors[name] for name in names], allow_unused=True)
+        return {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
