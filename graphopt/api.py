@@ -181,7 +181,7 @@ def analyze(
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = capture(model, args, kwargs, batch_dim)
+        graph = replace(capture(model, args, kwargs, batch_dim), state=None)  # the model itself is not held
     profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
     device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
     options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}

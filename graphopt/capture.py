@@ -27,6 +27,9 @@ from graphopt.normalise import normalise
 
 _PREFIX = "model."
 
+_CACHE = "use_cache"
+"""Flag of a configuration; see `no_generation_cache`."""
+
 
 class Call(nn.Module):
     """`model` as a function of flat tensors: what Dynamo traces."""
@@ -53,6 +56,7 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     batch_dim: BatchDim = 0,
     straight_line: bool = False,
+    known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """Trace one training step's forward and backward of `model(*args, **kwargs)`.
 
@@ -61,6 +65,8 @@ def capture(
         args, kwargs: example arguments; tensors of any batch size.
         batch_dim: see `BatchDim`.
         straight_line: the model is a graph already, with no Python control flow for Dynamo to look into.
+        known: graphs of such calls while the model's Python state was another: if it makes no difference, one of them is returned
+            with the state of now.
     Returns:
         The joint graph, with `batch_size` that of the example.
     Raises:
@@ -78,16 +84,16 @@ def capture(
     model, tensors = _without_storage(model, inputs.tensors)
     with unchanged_rng(tensors), no_generation_cache(model):
         if batch_size is None:
-            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", straight_line)
+            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", straight_line, known)
         if batch_size == 0:
             raise InputError("the batch is empty: pass at least one sample.")
         reason = ""
         for repeats in _repeats(model, tensors, dims, batch_size):
             try:
-                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None)
+                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None, False, known)
             except compat.BatchSpecialised as error:
                 reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
-        return _trace(model, inputs, tensors, dims, batch_size, reason)
+        return _trace(model, inputs, tensors, dims, batch_size, reason, False, known)
 
 
 def capture_to_run(
@@ -96,17 +102,18 @@ def capture_to_run(
     kwargs: Mapping[str, Any],
     batch_dim: BatchDim = 0,
     straight_line: bool = False,
+    known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """`capture`, but always a graph that can run the batch at hand.
 
     torch traces a symbolic batch as "2 or more", because a size of 1 broadcasts: a batch of 1 gets a static graph.
     """
-    graph = capture(model, args, kwargs, batch_dim, straight_line)
+    graph = capture(model, args, kwargs, batch_dim, straight_line, known)
     inputs = flatten_call(args, kwargs)
     batch_size = batch_size_of(inputs, graph.batch_dims)
     if batch_size is None or graph.accepts(batch_size):
         return graph
-    static = capture(model, args, kwargs, None)
+    static = capture(model, args, kwargs, None, known=known)
     return replace(static, batch_size=batch_size, batch_dims=graph.batch_dims, static_reason=f"a batch of {batch_size}")
 
 
@@ -118,6 +125,7 @@ def _trace(
     batch_size: int,
     static_reason: str | None,
     straight_line: bool = False,
+    known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """One attempt: a symbolic batch if `static_reason` is None, else a static graph."""
     tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
@@ -126,7 +134,10 @@ def _trace(
             if dim is not None:
                 compat.mark_batch_symbolic(tensor, dim)
     call = Call(model, inputs)
-    traced = call if straight_line else compat.dynamo_capture(call, tensors)
+    traced, state = (call, None) if straight_line else compat.dynamo_capture(call, tensors, _CACHE)
+    for other in known:
+        if state is not None and other.state is not None and state.trace == other.state.trace:
+            return replace(other, state=state)
     with contextlib.ExitStack() as stack:
         try:
             export = compat.export_joint(stack, traced, tensors)
@@ -144,6 +155,7 @@ def _trace(
             ) from error
     if not any(desc.kind == "tangent" for desc in export.inputs):
         raise CaptureError(_NO_GRADIENT)
+    _require_known_sizes(export)
     export = _without_prefix(export)
     symbols: frozenset[sympy.Symbol] = frozenset()
     if static_reason is None:
@@ -152,6 +164,7 @@ def _trace(
             raise compat.BatchSpecialised("some inputs' batch became a constant")
     graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
     normalise(graph)
+    graph.state = state
     return graph
 
 
@@ -172,6 +185,28 @@ def _batch_symbols(export: compat.JointExport, dims: Sequence[int | None]) -> fr
         if desc.kind == "input" and (dim := dims[desc.target]) is not None:
             symbols.add(compat.expression(node.meta["val"].shape[dim]))
     return frozenset(symbols) if all(isinstance(s, sympy.Symbol) for s in symbols) else frozenset()
+
+
+def _require_known_sizes(export: compat.JointExport) -> None:
+    """Refuse a graph with sizes that are known only when it runs: its FLOPs and bytes cannot be counted, nor its step compiled.
+
+    Raises:
+        CaptureError: names the first such operator.
+    """
+    known = {
+        symbol
+        for desc, node in zip(export.inputs, [n for n in export.module.graph.nodes if n.op == "placeholder"], strict=True)
+        if desc.kind == "input"
+        for size in node.meta["val"].shape
+        for symbol in compat.expression(size).free_symbols
+    }
+    for node in export.module.graph.nodes:
+        sizes = [size for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor) for size in value.shape]
+        if any(not compat.expression(size).free_symbols <= known for size in sizes if not isinstance(size, int)):
+            raise CaptureError(
+                f"the size of a result depends on the data ({node.target}), so that a step cannot be planned. Remedy: keep sizes "
+                "fixed, as by torch.where or by multiplying with a mask in place of indexing with one."
+            )
 
 
 def _without_prefix(export: compat.JointExport) -> compat.JointExport:
@@ -277,11 +312,11 @@ def unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
 def no_generation_cache(model: nn.Module) -> Iterator[None]:
     """Generative models return a key and value cache unless told not to; training has no use for it."""
     held: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in held if getattr(config, "use_cache", False)}
+    configs = {id(config): config for config in held if getattr(config, _CACHE, False)}
     try:
         for config in configs.values():
-            config.use_cache = False
+            setattr(config, _CACHE, False)
         yield
     finally:
         for config in configs.values():
-            config.use_cache = True
+            setattr(config, _CACHE, True)

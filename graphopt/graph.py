@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, expression, graph_module, output_list
+from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, PythonState, expression, graph_module, output_list
 from graphopt.errors import PassError
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)
@@ -55,6 +55,7 @@ class TrainingGraph:
         batch_size: the batch of the example inputs.
         static_reason: why the batch is not symbolic, or "".
         refused: outputs whose gradient this graph cannot take, although the model's own backward could.
+        state: the Python state of the model that the trace depends on; None where it was not recorded.
     """
 
     module: fx.GraphModule
@@ -71,6 +72,7 @@ class TrainingGraph:
     minimum_batch: int = 1
     refused: tuple[OutputDesc, ...] = ()
     notes: list[str] = field(default_factory=list)
+    state: PythonState | None = field(default=None, repr=False, compare=False)
 
     @property
     def symbolic(self) -> bool:

@@ -278,8 +278,12 @@ class _Step(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GraphoptError(
+                "gradients of gradients (create_graph=True) cannot be computed through an optimised step: compute what needs "
+                "them, such as a gradient penalty, with the model itself."
+            )
         runner: _Runner = ctx.runner
         refused = sorted(i for i in runner.layout.refused if gradients[i] is not None)
         if refused:

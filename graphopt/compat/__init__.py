@@ -50,6 +50,7 @@ from graphopt.compat.joint import (
     mark_batch_symbolic as mark_batch_symbolic,
     no_dynamo as no_dynamo,
 )
+from graphopt.compat.python_state import PythonState as PythonState
 from graphopt.compat.recompute import (
     RECOMPUTE as RECOMPUTE,
     SAVE as SAVE,

@@ -7,14 +7,16 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
+from graphopt.compat.python_state import PythonState, recorded_state
 from graphopt.errors import CaptureError
 
 
@@ -91,8 +93,11 @@ def mark_batch_symbolic(tensor: Tensor, dim: int) -> None:
             torch._dynamo.mark_static(tensor, other)
 
 
-def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace `module(*args)` to one FX graph, without running it.
+def dynamo_capture(module: nn.Module, args: Sequence[Tensor], overridden: str) -> tuple[fx.GraphModule, PythonState | None]:
+    """Trace `module(*args)` to one FX graph, without running it; and the Python state that the graph depends on.
+
+    Args:
+        overridden: see `recorded_state`.
 
     Raises:
         BatchSpecialised: a dimension marked by `mark_batch_symbolic` was fixed by the model's code.
@@ -106,6 +111,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     with (
         warnings.catch_warnings(),
         _intermediates_that_require_grad(),
+        recorded_state(module, overridden) as recorded,
         torch._dynamo.config.patch(
             ignore_logging_functions=set() if warn_once is None else {warn_once},
             allow_rnn=True,
@@ -113,7 +119,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
             automatic_dynamic_shapes=False,
         ),
     ):
-        # Attributes that forward() sets are not replayed by the compiled step, nor needed by it.
+        # See `PythonState.replay` for attributes that forward() sets.
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         was_disabled, metrics.disabled = metrics.disabled, True  # torch 2.11 cannot log the setting above, and says so
         try:
@@ -130,7 +136,20 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         part = getattr(graph, name, None)
         if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope
             part.f_globals = {**vars(builtins), **part.f_globals}
-    return graph
+    state = recorded.state
+    if state is not None:
+        state = replace(state, trace=f"{state.trace} {_structure(graph, args)}")
+    return graph, state
+
+
+def _structure(graph: fx.GraphModule, args: Sequence[Tensor]) -> str:
+    """What the traced call returns: the tree, which output of the graph is at which leaf, and the leaves that are none."""
+    outputs: Any = graph.graph.output_node().args[0]
+    values = tuple(node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs)
+    build: Any = graph._dynamo_bytecode_unflatten
+    leaves, spec = pytree.tree_flatten(build(values, tuple(args)))
+    positions = {id(value): i for i, value in enumerate(values) if isinstance(value, Tensor)}
+    return f"{spec} {[positions.get(id(leaf), repr(type(leaf)) if isinstance(leaf, Tensor) else repr(leaf)) for leaf in leaves]}"
 
 
 def _intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
@@ -159,11 +178,17 @@ def _explain_graph_break(error: Exception) -> str:
     frames = [
         f for f in getattr(error, "real_stack", None) or () if "/torch/" not in f.filename and "graphopt/" not in f.filename
     ]
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
-    return (
-        f"the model cannot be captured as one graph{where}. Reason: {reason}. Remedy: move that line out of forward(), "
-        "replace it by tensor operations (torch.where, torch.cond), or pass its result in as an input."
+    remedy = (
+        "move that line out of forward(), replace it by tensor operations (torch.where, torch.cond), or pass its result in as an "
+        "input"
     )
+    if frames and "site-packages" in frames[-1].filename:
+        remedy = (
+            "that line is a library's. If it only prepares something, run the model once before; otherwise set the model up so "
+            "that it is not reached"
+        )
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
+    return f"the model cannot be captured as one graph{where}. Reason: {reason}. Remedy: {remedy}."
 
 
 def no_dynamo() -> contextlib.AbstractContextManager[Any]:

@@ -6,6 +6,7 @@ the same pipeline as `graphopt.optimize`, once for every combination of input sh
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt import compat
 from graphopt.budget import Budget
-from graphopt.errors import GraphoptError, PassError
+from graphopt.errors import CaptureError, GraphoptError, PassError
 from graphopt.lower import check_backend
 from graphopt.passes import Preserves
 from graphopt.planner.contraction import merge_errors
@@ -25,6 +26,8 @@ from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.disabled import switched_off
 from graphopt.runtime.variants import STEP_LIMIT
+
+logger = logging.getLogger(__name__)
 
 _TRAINED = WeakIdKeyDictionary()
 """Per parameter: the budget under which it was considered, and whether it is trained."""
@@ -65,10 +68,14 @@ def graphopt_backend(
         key = tuple((a.shape, a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments)
         step = steps.get((key, tuple(p.requires_grad for p in parameters)))
         if step is None:
-            with compat.no_dynamo():
-                step = region.compile_for(arguments, budget, passes, settings["backend"])
+            try:
+                with compat.no_dynamo():
+                    step = region.compile_for(arguments, budget, passes, settings["backend"])
+            except CaptureError as error:
+                logger.warning("a part of the model runs uncompiled: %s", error)
+                step = region
             steps.put((key, tuple(p.requires_grad for p in parameters)), step)
-        return step(arguments)
+        return step(*arguments)
 
     return run
 
@@ -123,7 +130,7 @@ class _Region(nn.Module):
         for name in known:
             _TRAINED[parameters[name]] = (budget, plan.train is None or name in plan.train)
 
-        def step(values: tuple[Any, ...]) -> Any:
+        def step(*values: Any) -> Any:
             compiled, inputs = variants.step(plan, values, {})
             return compiled(dict(self.named_parameters()), inputs)
 

@@ -194,7 +194,7 @@ class TrainingSteps:
         if not isinstance(opt, OptimizedModule):  # graphopt is switched off
             self._gave_up = True
             return None
-        if opt.budget.flops is not None:
+        if opt.plan.selection is not None:
             self.savings.overhead += 1.0
         self.opt = opt
         return opt
@@ -230,7 +230,7 @@ class TrainingSteps:
             with self.as_in_training():
                 if reselect:
                     self.opt.reselect(self._batch, self.optimizer)
-                    self.savings.overhead += 1.0
+                    self.savings.overhead += self.opt.plan.selection is not None
                 if merges:
                     self.opt.recheck_merges()
                 if self.opt.controller is not None:

@@ -47,7 +47,10 @@ class CompiledStep:
     ) -> Any:
         """Run the step; the result has the structure of the model's own output. See `graph_inputs`."""
         flat = graph_inputs(self.graph, inputs, model_tensors, self.uniforms, given)
-        return pytree.tree_unflatten(self.lowered.run(flat), self.graph.out_spec)
+        results = self.lowered.run(flat)
+        if self.graph.state is not None:
+            self.graph.state.replay()
+        return pytree.tree_unflatten(results, self.graph.out_spec)
 
 
 def graph_inputs(

@@ -1,7 +1,8 @@
 """Compiled steps: one per (call signature, plan, batch size), made when first needed, kept in bounded caches.
 
 A new batch size is a substitution into the captured graph; a new call signature (sequence length, dtype, training flags,
-`requires_grad` flags, autocast) is a capture. Both caches evict the least recently used entry.
+`requires_grad` flags, autocast) is a capture, and so is another state of the model in Python (attributes that forward() looks at,
+submodules, hooks). Both caches evict the least recently used entry.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import capture_to_run
 from graphopt.compat.inductor import eager_draws
-from graphopt.errors import InputError
+from graphopt.errors import CaptureError, InputError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
 from graphopt.planner.independence import mixing_reason
@@ -37,6 +38,10 @@ CAPTURE_LIMIT = 8
 """Captured graphs kept per optimised model."""
 STEP_LIMIT = 16
 """Compiled steps kept per optimised model."""
+STATE_LIMIT = 8
+"""Values of a model's attributes that calls of one signature are traced for."""
+
+_REST = "Remedy: keep what changes in a buffer (register_buffer) and change that in place, or pass it in as an input."
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,14 @@ class _VariantsState:
     product_times: dict[str, dict[str, float]]
 
 
+@dataclass(frozen=True)
+class _Captured:
+    """A captured graph, and its number among all captures."""
+
+    number: int
+    graph: TrainingGraph
+
+
 class Variants:
     """Finds or makes the compiled step for a call of `model`."""
 
@@ -69,9 +82,10 @@ class Variants:
         self.straight_line = straight_line
         self.counters = Counters()
         self.uniforms = Uniforms()
-        self._captures: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
+        self._captures: BoundedCache[Any, tuple[_Captured, ...]] = BoundedCache(CAPTURE_LIMIT)
         self._steps: BoundedCache[Any, CompiledStep] = BoundedCache(STEP_LIMIT)
         self._verdicts: BoundedCache[Any, str] = BoundedCache(CAPTURE_LIMIT)
+        self._moving: dict[Any, str] = {}
         self._measuring: tuple[Any, MeasuringStep] | None = None
 
     def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
@@ -122,7 +136,7 @@ class Variants:
     def last_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], acceptable: Callable[[Plan], bool]) -> Plan | None:
         """The plan of the step that ran last for such a call, among those that are acceptable and still compiled."""
         signature, batch_size = self.place(args, kwargs)
-        for (place, _, size), step in self._steps.newest_first():
+        for ((place, _), _, size), step in self._steps.newest_first():
             alike = place == signature or place == (signature, batch_size)
             if alike and size == (batch_size or step.graph.batch_size) and acceptable(step.plan):
                 return step.plan
@@ -197,22 +211,66 @@ class Variants:
         found = self._find(signature, batch_size)
         if found is not None:
             return found
+        before = self._outdated(signature, batch_size)
         start = time.perf_counter()
-        graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.straight_line)
-        self.counters.captures += 1
+        outdated = [captured.graph for _, captured in before]
+        graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.straight_line, outdated)
         self.counters.capture_seconds += time.perf_counter() - start
+        same = next(((place, captured.number) for place, captured in before if captured.graph.module is graph.module), None)
+        self.counters.captures += same is None
         # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);
         # others then get a graph of their own.
-        shared = graph.symbolic and self._captures.get(signature) is None
-        place = signature if shared else (signature, batch_size)
-        return place, self._captures.put(place, graph)
+        shared = graph.symbolic and (self._captures.get(signature) is None or any(place == signature for place, _ in before))
+        new = (signature if shared else (signature, batch_size), self.counters.captures)
+        self._check_side_effects(signature, graph, outdated)
+        place, number = same or new
+        self._captures.put(place, (*(self._captures.get(place) or ()), _Captured(number, graph)))
+        return (place, number), graph
 
     def _find(self, signature: Any, batch_size: int | None) -> tuple[Any, TrainingGraph] | None:
-        for place in (signature, (signature, batch_size)):
-            graph = self._captures.get(place)
-            if graph is not None and (batch_size is None or graph.accepts(batch_size)):
-                return place, graph
+        for place, captured in self._for(signature, batch_size):
+            if captured.graph.state is None or captured.graph.state.holds():
+                return (place, captured.number), captured.graph
         return None
+
+    def _for(self, signature: Any, batch_size: int | None) -> list[tuple[Any, _Captured]]:
+        """All graphs for such calls, whatever the model's Python state was."""
+        places = (signature, (signature, batch_size))
+        found = [(place, captured) for place in places for captured in self._captures.get(place) or ()]
+        return [(place, captured) for place, captured in found if batch_size is None or captured.graph.accepts(batch_size)]
+
+    def _outdated(self, signature: Any, batch_size: int | None) -> list[tuple[Any, _Captured]]:
+        """Graphs that would do, were the model's Python state what it was.
+
+        Raises:
+            CaptureError: there are `STATE_LIMIT` of them.
+        """
+        if signature in self._moving:
+            raise CaptureError(self._moving[signature])
+        found = self._for(signature, batch_size)
+        if len(found) >= STATE_LIMIT:
+            state = found[-1][1].graph.state
+            raise CaptureError(
+                f"the model has been traced {STATE_LIMIT} times because its attributes change; it was traced last for "
+                f"{state.difference() if state is not None else ''}. {_REST}"
+            )
+        return found
+
+    def _check_side_effects(self, signature: Any, graph: TrainingGraph, before: Sequence[TrainingGraph]) -> None:
+        """Warn of what a compiled step does not do; `before` are graphs that other attributes of the model have outdated.
+
+        Raises:
+            CaptureError: a call has changed what the next depends on, and every call will, as with a counter.
+        """
+        if graph.state is None:
+            return
+        if graph.state.lost and not before:
+            logger.warning("forward() changes %s, which compiled steps do not. %s", ", ".join(graph.state.lost), _REST)
+        changed = frozenset(name for other in before if other.state is not None for name in other.state.rewritten)
+        moving = changed & graph.state.rewritten
+        if moving:
+            self._moving[signature] = f"every call of the model changes {min(moving)}, which the next depends on. {_REST}"
+            raise CaptureError(self._moving[signature])
 
     def _compile(self, graph: TrainingGraph, plan: Plan, batch_size: int, backend: Backend) -> CompiledStep:
         start = time.perf_counter()
