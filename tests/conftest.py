@@ -20,7 +20,12 @@ from hypothesis import settings
 from tests import zoo
 from tests.shared_captures import shared_captures
 
-ABOUT_TRACING = {"tests.test_capture", "tests.integrations.test_dynamo", "tests.properties.test_random_models"}
+ABOUT_TRACING = {
+    "tests.test_capture",
+    "tests.integrations.test_dynamo",
+    "tests.properties.test_random_models",
+    "tests.runtime.test_python_state",
+}
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 

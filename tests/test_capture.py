@@ -168,6 +168,26 @@ def test_graph_break_names_the_line_and_the_remedy() -> None:
         graphopt.optimize(Breaks(), (torch.randn(2, 3),))
 
 
+def test_a_line_of_a_library_is_not_to_be_moved_by_the_user() -> None:
+    """transformers makes its hooks under a lock, in the first forward that is asked for hidden states."""
+    model, inputs = zoo.make("llama")
+    with pytest.raises(CaptureError, match=r"output_capturing.py.*Remedy: that line is a library's.*run the model once"):
+        graphopt.optimize(model, {**inputs, "output_hidden_states": True}, backend="aot_eager")
+    model(**inputs, output_hidden_states=True)
+    opt = graphopt.optimize(model, {**inputs, "output_hidden_states": True}, backend="aot_eager")
+    assert len(opt(**inputs, output_hidden_states=True).hidden_states) == 3
+
+
+def test_sizes_that_depend_on_the_data_are_refused() -> None:
+    class Selecting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y[y > 0].mean()
+
+    with pytest.raises(CaptureError, match=r"depends on the data \(aten.index.Tensor\).*torch.where"):
+        graphopt.analyze(Selecting(6, 4), (torch.randn(4, 6),))
+
+
 @pytest.mark.parametrize(
     ("inputs", "error", "match"),
     [

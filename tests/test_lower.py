@@ -9,6 +9,7 @@ from graphopt.passes import Recompute
 from torch import Tensor, nn
 
 import graphopt
+from graphopt import GraphoptError
 from graphopt.capture import capture_to_run
 from tests import zoo
 from tests.measure import peak_and_rest
@@ -178,3 +179,15 @@ def test_a_backend_of_the_users_can_compile_what_it_is_given() -> None:
     zoo.call(reference, inputs).backward()
     torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
     assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_gradients_of_gradients_are_refused(backend: str) -> None:
+    """As of a gradient penalty: without a word, it would have no effect."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(4, 6, requires_grad=True)
+    opt = graphopt.optimize(model, (x,), backend=backend)
+    with pytest.raises(GraphoptError, match="create_graph=True"):
+        torch.autograd.grad(opt(x).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad(opt(x).sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(model(x).sum(), x)[0])

@@ -161,8 +161,10 @@ def _state(
         constant = value.as_python_constant()
         if not isinstance(constant, (bool, int, float, str, type(None))):
             continue
-        constants.append((_evaluated(compile(owner, owner, "eval"), scope), name, constant))
-        if path in looked_at and looked_at[path] != constant:
+        holder = _evaluated(compile(owner, owner, "eval"), scope)
+        constants.append((holder, name, constant))
+        of_class = any(f"type({owner})" in known and known.endswith(f"['{name}']") for known in looked_at)
+        if (path in looked_at or of_class) and getattr(holder, name, None) != constant:
             rewritten.add(_readable(path))
     return PythonState(frozenset(rewritten), lost, _trace(output, tensors), guards, scope, tensors, tuple(constants))
 

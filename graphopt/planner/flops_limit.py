@@ -70,10 +70,8 @@ class FlopsLimit:
 
     @property
     def everything_fits(self) -> bool:
-        """Whether all can be trained, since other passes save enough, or since the model takes no FLOPs."""
-        if not self.profile.step:
-            return True
-        return self.saved_of_all > 0 and self.profile.step - self.saved_of_all <= self.most
+        """Whether all can be trained, since the limit is no less, other passes save enough, or the model takes no FLOPs."""
+        return not self.profile.step or self.profile.step - self.saved_of_all <= self.most
 
     def reachable(self) -> tuple[str, ...]:
         """Parameters that the limit could afford to train alone (Eq. 8); the importance pass stops at the deepest.

@@ -51,3 +51,18 @@ def test_compressed_gradients_are_refused_with_the_way_to_have_them() -> None:
     model = torch.compile(nn.Linear(3, 2), backend="graphopt", options={"passes": [Lsp(subspace=2, nonzeros=1)]})
     with pytest.raises(Exception, match=r"lsp needs an optimizer .* opt.make_optimizer\(\)"):
         model(torch.randn(4, 3))
+
+
+def test_a_number_that_changes_takes_effect() -> None:
+    """Dynamo hands it over as an input from its second value on."""
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.0), nn.Linear(16, 3))
+    compiled = torch.compile(model, backend="graphopt", options={"backend": "aot_eager"})
+    x = torch.randn(4, 6)
+    for p in (0.0, 0.5, 1.0):
+        model[1].p = p
+        torch.manual_seed(0)
+        found = torch.autograd.grad(compiled(x).square().mean(), list(model.parameters()), allow_unused=True)
+        torch.manual_seed(0)
+        expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        torch.testing.assert_close([e if f is None else f for f, e in zip(found, expected, strict=True)], list(expected))

@@ -333,3 +333,9 @@ def test_a_gradient_scaler_skips_the_steps_that_it_skips_without() -> None:
     assert scales == again
     assert same(plain, exact)
     assert all(torch.isfinite(p).all() for p in trained(0.7, ours=True)[0].parameters())
+
+
+def test_a_budget_that_needs_no_selection_costs_none(tmp_path: Path) -> None:
+    run = trainer(classifier(), points(), tmp_path, [callback(1.0)], num_train_epochs=3)
+    run.train()
+    assert history(run, "graphopt/flops_saved")[-1] == 0.0

@@ -1,0 +1,202 @@
+"""A model's numbers, flags, submodules and hooks are as they are now, not as they were when it was traced."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.helpers import rescale_adapter_scale
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import CaptureError
+from tests import zoo
+from tests.messages import warnings_of
+
+
+class Layers(nn.Module):
+    """Something of every kind that `forward` may look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+        self.dropout, self.activation = nn.Dropout(0.0), nn.ReLU()
+        self.scale, self.options, self.mask = 1.0, {"shift": 0.0, "signs": [1.0, -1.0]}, torch.ones(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dropout(self.activation(self.first(x))) * self.mask
+        return self.second(hidden) * self.scale + self.options["shift"] + sum(self.options["signs"])
+
+
+def gradients(model: nn.Module, run: Callable[..., Any], *inputs: Any, **named: Any) -> dict[str, Tensor]:
+    """The loss and its gradients."""
+    model.zero_grad()
+    torch.manual_seed(0)
+    output = run(*inputs, **named)
+    loss = output.square().mean() if isinstance(output, Tensor) else zoo.loss_of(output)
+    loss.backward()
+    return {"loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}
+
+
+def assert_as_in_eager(model: nn.Module, opt: nn.Module, *inputs: Any, **named: Any) -> None:
+    reference = copy.deepcopy(model)
+    torch.testing.assert_close(gradients(model, opt, *inputs, **named), gradients(reference, reference, *inputs, **named))
+
+
+def doubled(layer: nn.Linear, x: Tensor) -> Tensor:
+    return 2 * nn.functional.linear(x, layer.weight, layer.bias)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a number": lambda m: setattr(m, "scale", 3.0),
+    "a number in a dict": lambda m: m.options.update(shift=0.5),
+    "the length of a list": lambda m: m.options["signs"].append(2.0),
+    "a submodule's number": lambda m: setattr(m.dropout, "p", 0.5),
+    "a submodule": lambda m: setattr(m, "activation", nn.Tanh()),
+    "a tensor that is no buffer": lambda m: setattr(m, "mask", torch.full((16,), 2.0)),
+    "such a tensor's values": lambda m: m.mask.mul_(2.0),
+    "a hook": lambda m: m.first.register_forward_hook(lambda module, inputs, output: output * 2),
+    "the forward of a submodule": lambda m: setattr(m.first, "forward", types.MethodType(doubled, m.first)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_the_user_changes_takes_effect(change: str) -> None:
+    model, x = Layers(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    assert_as_in_eager(model, opt, x)
+    CHANGES[change](model)
+    assert_as_in_eager(model, opt, x)
+    captures, compilations = opt.counters.captures, opt.counters.compilations
+    assert_as_in_eager(model, opt, x)
+    assert (opt.counters.captures, opt.counters.compilations) == (captures, compilations)
+
+
+def test_what_comes_back_is_not_traced_again() -> None:
+    model, x = Layers(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager")
+    for scale in (1.0, 2.0, 1.0, 2.0, 1.0):
+        model.scale = scale
+        opt(x[:3]).mean().backward()
+    assert opt.counters.captures == opt.counters.compilations == 2
+    assert opt.report.flops_ratio <= 0.8
+
+
+def test_a_change_that_makes_no_difference_compiles_nothing() -> None:
+    """transformers writes the kind of problem into the configuration in the first forward, which looks at it."""
+    model, inputs = zoo.make("bert", 4)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    assert model.config.problem_type is None
+    for _ in range(3):
+        assert_as_in_eager(model, opt, **inputs)
+    assert model.config.problem_type == "single_label_classification"
+    assert (opt.counters.captures, opt.counters.compilations) == (1, 1)
+
+
+def test_a_schedule_of_more_numbers_than_are_traced_is_computed_by_the_model() -> None:
+    model, x = Layers(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    with warnings_of("graphopt") as told:
+        for i in range(12):
+            model.scale = 1.0 + i
+            assert_as_in_eager(model, opt, x)
+    assert opt.counters.captures == 8
+    assert len(told) == 1
+    assert "model.scale == 8.0" in told[0]
+
+
+class Counting(Layers):
+    """Every call depends on how many there were."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+class Lazy(Layers):
+    """The first call prepares something."""
+
+    ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            return super().forward(x) * 2
+        return super().forward(x)
+
+
+def test_attributes_that_forward_sets() -> None:
+    for kind, captures in ((Counting, 2), (Lazy, 2)):
+        model, x = kind(), torch.randn(4, 6)
+        opt = graphopt.optimize(model, (x,), backend="aot_eager")
+        with warnings_of("graphopt") as told:
+            for _ in range(4):
+                assert_as_in_eager(model, opt, x)
+        assert opt.counters.captures == captures
+        assert [("every call of the model changes model.calls" in text) for text in told] == [True] * (kind is Counting)
+
+
+class Averaging(Layers):
+    """A tensor that is no buffer follows the hidden values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = 0.9 * self.mask + 0.1 * self.first(x).detach().mean(0)
+        return super().forward(x)
+
+
+class Resizing(Layers):
+    """A tensor that is no buffer is made anew where its size does not fit; nothing is computed from the one before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask.shape[0] != self.first.out_features:
+            self.mask = torch.ones(self.first.out_features)
+        return super().forward(x)
+
+
+class Listing(Layers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.options["signs"].append(1.0)
+        return super().forward(x)
+
+
+def test_tensors_and_lists_that_forward_changes() -> None:
+    x = torch.randn(4, 6)
+    with pytest.raises(CaptureError, match=r"model.mask and puts another tensor there.*register_buffer"):
+        graphopt.optimize(Averaging(), (x,), backend="aot_eager")
+    model = Resizing()
+    model.mask = torch.ones(3)
+    assert_as_in_eager(model, graphopt.optimize(model, (x,), backend="aot_eager"), x)
+    with warnings_of("graphopt") as told:
+        graphopt.optimize(Listing(), (x,), backend="aot_eager")
+    assert len(told) == 1
+    assert "forward() changes model.options['signs']" in told[0]
+
+
+def test_adapters_that_are_scaled_and_merged() -> None:
+    model, inputs = zoo.make("lora", 4)
+    model = zoo.in_one_block(model)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    assert_as_in_eager(model, opt, **inputs)
+    with rescale_adapter_scale(model, 4.0):
+        assert_as_in_eager(model, opt, **inputs)
+    assert_as_in_eager(model, opt, **inputs)
+    assert opt.counters.captures == 2
+
+
+def test_adapters_with_a_head_that_is_trained_beside_them() -> None:
+    model, inputs = zoo.make("llama", 4)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    adapted = peft.get_peft_model(zoo.in_one_block(model), config)
+    opt = graphopt.optimize(adapted, inputs, backend="aot_eager")
+    assert_as_in_eager(adapted, opt, **inputs)
+    adapted.merge_adapter()
+    assert_as_in_eager(adapted, opt, **inputs)
+    adapted.unmerge_adapter()
+    assert_as_in_eager(adapted, opt, **inputs)
