@@ -12,7 +12,7 @@ import logging
 import re
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 from unittest import mock
@@ -44,13 +44,21 @@ class PythonState:
     _tensors: tuple[tuple[CodeType, weakref.ref[Tensor]], ...] = field(repr=False, compare=False)
     _stores: tuple[tuple[Any, str, Any], ...] = field(repr=False, compare=False)
 
+    def __deepcopy__(self, memo: Any) -> PythonState:
+        """That of a copied model, of which nothing is known yet."""
+        return replace(self, _guards=None, _scope={}, _tensors=(), _stores=())
+
     def holds(self) -> bool:
         """Whether a trace made now would be the same, as far as the model's Python state goes."""
+        if self._guards is None:
+            return False
         same = all(_evaluated(path, self._scope) is tensor() for path, tensor in self._tensors)
         return same and bool(self._guards.check(self._scope))
 
     def difference(self) -> str:
         """What is not as it was, for people: a condition that held, or ""."""
+        if self._guards is None:
+            return ""
         moved = next((p.co_filename for p, tensor in self._tensors if _evaluated(p, self._scope) is not tensor()), "")
         if moved:
             return f"{moved} is the same tensor"

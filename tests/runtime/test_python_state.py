@@ -200,3 +200,17 @@ def test_adapters_with_a_head_that_is_trained_beside_them() -> None:
     assert_as_in_eager(adapted, opt, **inputs)
     adapted.unmerge_adapter()
     assert_as_in_eager(adapted, opt, **inputs)
+
+
+def test_a_copy_looks_at_its_own_model() -> None:
+    model, x = Layers(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    assert_as_in_eager(model, opt, x)
+    other = copy.deepcopy(opt)
+    model.scale = 2.0
+    changed = copy.deepcopy(model)
+    changed.scale = 1.0
+    for i in range(2):
+        assert float(other(x).square().mean()) == pytest.approx(float(changed(x).square().mean()))
+        assert other.counters.captures == 2, i
+    assert_as_in_eager(model, opt, x)
