@@ -7,6 +7,7 @@ Numbers, flags, submodules and hooks are constants of a trace. Dynamo knows whic
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import logging
 import re
@@ -31,9 +32,10 @@ class PythonState:
     """What held when a model was traced.
 
     Attributes:
-        rewritten: attributes that the traced call looked at and set to another number or flag.
+        rewritten: attributes that the traced call looked at and set to another constant.
         trace: of what was traced, equal for equal traces in one process.
-        lost: lists, dicts and sets of the model that the traced call changes, which `replay` does not.
+        lost: lists, dicts and sets of the model, and tensors in its attributes, that the traced call changes and `replay` does
+            not.
     """
 
     rewritten: frozenset[str]
@@ -53,7 +55,7 @@ class PythonState:
         if self._guards is None:
             return False
         same = all(_evaluated(path, self._scope) is tensor() for path, tensor in self._tensors)
-        return same and bool(self._guards.check(self._scope))
+        return same and bool(self._guards.check(self._scope["L"]))
 
     def difference(self) -> str:
         """What is not as it was, for people: a condition that held, or ""."""
@@ -62,13 +64,13 @@ class PythonState:
         moved = next((p.co_filename for p, tensor in self._tensors if _evaluated(p, self._scope) is not tensor()), "")
         if moved:
             return f"{moved} is the same tensor"
-        parts = self._guards.check_verbose(self._scope).verbose_code_parts
+        parts = self._guards.check_verbose(self._scope["L"]).verbose_code_parts
         return _readable(parts[0].split("  #")[0].strip()) if parts else ""
 
     def replay(self) -> None:
-        """Set attributes to the numbers and flags that the traced call set them to."""
+        """Set attributes to the constants that the traced call set them to."""
         for owner, name, value in self._stores:
-            setattr(owner, name, value)
+            setattr(owner, name, copy.copy(value))
 
 
 @dataclass
@@ -78,13 +80,20 @@ class Recorded:
     state: PythonState | None = None
 
 
+@dataclass(frozen=True)
+class _Changes:
+    """What a traced call changes: values by owner and attribute, and lists, dicts and sets by where they are."""
+
+    attributes: dict[tuple[str, str], Any] = field(default_factory=dict)
+    containers: dict[str, Any] = field(default_factory=dict)
+
+
 @contextlib.contextmanager
 def recorded_state(module: nn.Module, overridden: str) -> Iterator[Recorded]:
     """Record the state that `dynamo_graph_capture_for_export(module)` depends on, inside this context.
 
     Args:
         overridden: an attribute that has another value while models are traced, whatever it is otherwise.
-
     Raises:
         CaptureError: the call computes with a tensor in an attribute and puts another one there.
     """
@@ -92,26 +101,25 @@ def recorded_state(module: nn.Module, overridden: str) -> Iterator[Recorded]:
     from torch._dynamo.side_effects import SideEffects
 
     recorded = Recorded()
-    stores: dict[tuple[str, str], Any] = {}
-    lost: dict[str, None] = {}
+    changes = _Changes()
     capture, store_attr, mutation = functional_export.fullgraph_capture, SideEffects.store_attr, SideEffects.mutation
 
     def storing(self: Any, item: Any, name: str, value: Any, *rest: Any, **options: Any) -> None:
         store_attr(self, item, name, value, *rest, **options)
         owner = _name(getattr(item, "source", None))
-        if owner.startswith(_ROOT):
-            stores[owner, name] = value
+        if _ROOT in owner:
+            changes.attributes[owner, name] = value
 
     def mutating(self: Any, changed: Any) -> None:
         mutation(self, changed)
         path = _name(getattr(changed, "source", None))
-        if path.startswith(_ROOT):
-            lost[_readable(path)] = None
+        if _ROOT in path:
+            changes.containers[path] = changed
 
     def capturing(function: Any, *arguments: Any, **options: Any) -> Any:
         output = capture(function, *arguments, **options)
         try:
-            recorded.state = _state(module, output, stores, tuple(lost), overridden)
+            recorded.state = _state(module, output, changes, overridden)
         except CaptureError:
             raise
         except Exception as error:
@@ -127,54 +135,94 @@ def recorded_state(module: nn.Module, overridden: str) -> Iterator[Recorded]:
         yield recorded
 
 
-def _state(
-    module: nn.Module, output: Any, stores: dict[tuple[str, str], Any], lost: tuple[str, ...], overridden: str
-) -> PythonState:
+def _state(module: nn.Module, output: Any, changes: _Changes, overridden: str) -> PythonState:
     """The state that a finished trace depends on."""
+    graph = output.graph_capture_output.output_graph
+    guards, looked_at = _guards(type(module).forward.__code__, graph, overridden)
+    scope = {"L": {"self": module, "tensors": ()}, "G": getattr(graph, "global_scope", {})}
+    held = {id(t) for t in (*module.parameters(), *module.buffers())}
+    tensors = tuple(
+        (compile(name, _readable(name), "eval"), weakref.ref(value))
+        for name, value in looked_at.items()
+        if isinstance(value, Tensor) and id(value) not in held
+    )
+    rewritten, lost, stores = set(), _replaced_in(changes.containers, scope, output), []
+    for (owner, name), value in changes.attributes.items():
+        path = f"{owner}.{name}"
+        holder = _evaluated(compile(owner, owner, "eval"), scope)
+        of_class = any(owner in known and "__dict__" in known and known.endswith(f"['{name}']") for known in looked_at)
+        if value.is_python_constant():
+            constant = value.as_python_constant()
+            stores.append((holder, name, constant))
+            if (path in looked_at or of_class) and not _equal(getattr(holder, name, None), constant):
+                rewritten.add(_readable(path))
+        elif isinstance(looked_at.get(path), Tensor):
+            _require_kept(path, value, output)
+        elif path in looked_at or of_class:
+            lost.append(_readable(path))
+    return PythonState(frozenset(rewritten), tuple(lost), _trace(output, tensors), guards, scope, tensors, tuple(stores))
+
+
+def _guards(code: CodeType, graph: Any, overridden: str) -> tuple[Any, dict[str, Any]]:
+    """What tells whether Python state has changed, and everything that was looked at."""
     from torch._dynamo.guards import CheckFunctionManager
 
     looked_at: dict[str, Any] = {}
 
     def of_python(entries: Any) -> list[bool]:
         looked_at.update({_name(entry.orig_guard): entry.value for entry in entries if entry.has_value})
-        names = [_name(entry.orig_guard) for entry in entries]
-        return [
-            entry.guard_type != "TENSOR_MATCH"
-            and name.startswith((_ROOT, "G["))
-            and "L['tensors']" not in name
-            and not name.endswith(f".{overridden}")
-            for entry, name in zip(entries, names, strict=True)
-        ]
+        return [entry.guard_type != "TENSOR_MATCH" for entry in entries]
 
-    code = type(module).forward.__code__
-    guards = CheckFunctionManager(code, output.graph_capture_output.output_graph, None, None, of_python).guard_manager
-    scope = {"self": module, "tensors": ()}
-    held = {id(t) for t in (*module.parameters(), *module.buffers())}
-    tensors = tuple(
-        (compile(name, _readable(name), "eval"), weakref.ref(value))
-        for name, value in looked_at.items()
-        if isinstance(value, Tensor) and id(value) not in held and name.startswith(_ROOT)
+    def of_model(guard: Any) -> bool:
+        name = _name(guard)
+        return (_ROOT in name or "G[" in name) and "L['tensors']" not in name and not name.endswith(f".{overridden}")
+
+    known = graph.guards.inner
+    graph.guards.inner = type(known)(guard for guard in known if of_model(guard))  # not shapes, nor the state of the process
+    try:
+        return CheckFunctionManager(code, graph, None, None, of_python).guard_manager, looked_at
+    finally:
+        graph.guards.inner = known
+
+
+def _replaced_in(containers: dict[str, Any], scope: dict[str, Any], output: Any) -> list[str]:
+    """Lists, dicts and sets that are not the same after the call; buffers may hold other values.
+
+    Raises:
+        CaptureError: the call computes with a buffer and puts another tensor in its place.
+    """
+    lost = []
+    for path, changed in containers.items():
+        if not path.endswith(("._buffers", "['_buffers']")):
+            constant = changed.as_python_constant() if changed.is_python_constant() else None
+            if constant is None or constant != _evaluated(compile(path, path, "eval"), scope):
+                lost.append(_readable(path))
+            continue
+        for key, value in changed.items.items():
+            name = key.vt.as_python_constant()
+            _require_kept(f"{path}['{name}']", value, output)
+    return lost
+
+
+def _require_kept(path: str, value: Any, output: Any) -> None:
+    """Refuse another tensor in the place of one that the call computes with.
+
+    Raises:
+        CaptureError: it is another one.
+    """
+    graph = None if output.backend_input is None else output.backend_input.graph_module
+    nodes = () if graph is None else graph.graph.find_nodes(op="placeholder")
+    placeholder = re.sub(r"[^a-zA-Z0-9]+", "_", path.replace("__dict__", ""))
+    before = next((node for node in nodes if str(node.target) == placeholder and node.users), None)
+    if before is None or not hasattr(value, "as_proxy"):
+        return
+    after = getattr(value.as_proxy(), "node", None)
+    if after is not None and after.meta.get("example_value") is before.meta.get("example_value"):
+        return  # such as .to() a device where it is already, or a result that was written into it
+    raise CaptureError(
+        f"forward() computes with {_readable(path)} and puts another tensor there, which a compiled step would not. "
+        "Remedy: keep it in a buffer (register_buffer) and change that in place, as by copy_()."
     )
-    used = _tensors_used(output.backend_input.graph_module if output.backend_input is not None else None)
-    rewritten, constants = set(), []
-    for (owner, name), value in stores.items():
-        path = f"{owner}.{name}"
-        if isinstance(looked_at.get(path), Tensor) and _placeholder(path) in used:
-            raise CaptureError(
-                f"forward() computes with {_readable(path)} and puts another tensor there, which a compiled step would not. "
-                "Remedy: keep it in a buffer (register_buffer) and change that in place, as by copy_()."
-            )
-        if not value.is_python_constant():
-            continue
-        constant = value.as_python_constant()
-        if not isinstance(constant, (bool, int, float, str, type(None))):
-            continue
-        holder = _evaluated(compile(owner, owner, "eval"), scope)
-        constants.append((holder, name, constant))
-        of_class = any(f"type({owner})" in known and known.endswith(f"['{name}']") for known in looked_at)
-        if (path in looked_at or of_class) and getattr(holder, name, None) != constant:
-            rewritten.add(_readable(path))
-    return PythonState(frozenset(rewritten), lost, _trace(output, tensors), guards, scope, tensors, tuple(constants))
 
 
 def _trace(output: Any, tensors: Any) -> str:
@@ -185,17 +233,6 @@ def _trace(output: Any, tensors: Any) -> str:
     parts += [f"{path.co_filename} {id(tensor())}" for path, tensor in tensors]
     parts += [str(guard.expr) for guard in output.graph_capture_output.output_graph.shape_env.guards]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def _tensors_used(graph: fx.GraphModule | None) -> set[str]:
-    """Placeholders of the tensors that a Dynamo graph computes with."""
-    nodes = () if graph is None else graph.graph.find_nodes(op="placeholder")
-    return {str(node.target) for node in nodes if node.users}
-
-
-def _placeholder(path: str) -> str:
-    """What Dynamo calls the placeholder of the tensor at `path`."""
-    return re.sub(r"[^a-zA-Z0-9]+", "_", path)
 
 
 def _name(source: Any) -> str:
@@ -210,12 +247,16 @@ def _name(source: Any) -> str:
 def _evaluated(path: CodeType, scope: dict[str, Any]) -> Any:
     """What is there now; None if there is nothing."""
     try:
-        return eval(path, {"L": scope})
+        return eval(path, dict(scope))
     except (AttributeError, KeyError, IndexError, TypeError):
         return None
 
 
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
+
+
 def _readable(expression: str) -> str:
     """`L['self']._modules['model'].__dict__['_modules']['drop'].p` is `model.drop.p`."""
-    short = expression.replace(f"{_ROOT}._modules['model']", "model")
-    return re.sub(r"(\.__dict__)?(\['_modules'\]|\._modules)\['([^']+)'\]", r".\3", short)
+    names = re.sub(r"(\.__dict__)?(\['_modules'\]|\._modules|\['_buffers'\]|\._buffers)\['([^']+)'\]", r".\3", expression)
+    return names.replace(f"{_ROOT}.model", "model")

@@ -38,8 +38,8 @@ CAPTURE_LIMIT = 8
 """Captured graphs kept per optimised model."""
 STEP_LIMIT = 16
 """Compiled steps kept per optimised model."""
-STATE_LIMIT = 8
-"""Values of a model's attributes that calls of one signature are traced for."""
+STATE_LIMIT, TRACE_LIMIT = 8, 32
+"""Different graphs, and traces, of calls of one signature because of a model's attributes."""
 
 _REST = "Remedy: keep what changes in a buffer (register_buffer) and change that in place, or pass it in as an input."
 
@@ -86,6 +86,8 @@ class Variants:
         self._steps: BoundedCache[Any, CompiledStep] = BoundedCache(STEP_LIMIT)
         self._verdicts: BoundedCache[Any, str] = BoundedCache(CAPTURE_LIMIT)
         self._moving: dict[Any, str] = {}
+        self._told: set[str] = set()
+        self._traces: dict[Any, int] = {}
         self._measuring: tuple[Any, MeasuringStep] | None = None
 
     def captured(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
@@ -127,17 +129,23 @@ class Variants:
         with eager_draws():
             return self._compile(graph, plan, batch_size, "aot_eager" if callable(self.backend) else self.backend)
 
-    def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int | None]:
-        """Everything about a call that its compiled step depends on but the plan; nothing is traced."""
+    def place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int | None, Any]:
+        """Everything about a call that its compiled step depends on but the plan; nothing is traced.
+
+        Returns:
+            Signature, batch size, and the number of the graph for the model's Python state; None if that was not captured yet.
+        """
         inputs = flatten_call(args, kwargs)
         dims = batch_dims_of(inputs, self.batch_dim)
-        return self._signature(inputs, dims), batch_size_of(inputs, dims)
+        signature, batch_size = self._signature(inputs, dims), batch_size_of(inputs, dims)
+        found = self._find(signature, batch_size)
+        return signature, batch_size, None if found is None else found[0][1]
 
     def last_plan(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], acceptable: Callable[[Plan], bool]) -> Plan | None:
         """The plan of the step that ran last for such a call, among those that are acceptable and still compiled."""
-        signature, batch_size = self.place(args, kwargs)
-        for ((place, _), _, size), step in self._steps.newest_first():
-            alike = place == signature or place == (signature, batch_size)
+        signature, batch_size, wanted = self.place(args, kwargs)
+        for ((place, number), _, size), step in self._steps.newest_first():
+            alike = number == wanted and place in (signature, (signature, batch_size))
             if alike and size == (batch_size or step.graph.batch_size) and acceptable(step.plan):
                 return step.plan
         return None
@@ -224,7 +232,9 @@ class Variants:
         new = (signature if shared else (signature, batch_size), self.counters.captures)
         self._check_side_effects(signature, graph, outdated)
         place, number = same or new
-        self._captures.put(place, (*(self._captures.get(place) or ()), _Captured(number, graph)))
+        others = [c for c in self._captures.get(place) or () if c.number != number]
+        alike = [c for c in self._captures.get(place) or () if c.number == number]
+        self._captures.put(place, (*others, *alike[1 - STATE_LIMIT :], _Captured(number, graph)))
         return (place, number), graph
 
     def _find(self, signature: Any, batch_size: int | None) -> tuple[Any, TrainingGraph] | None:
@@ -243,15 +253,16 @@ class Variants:
         """Graphs that would do, were the model's Python state what it was.
 
         Raises:
-            CaptureError: there are `STATE_LIMIT` of them.
+            CaptureError: there are `STATE_LIMIT` of them, or `TRACE_LIMIT` traces were made.
         """
         if signature in self._moving:
             raise CaptureError(self._moving[signature])
         found = self._for(signature, batch_size)
-        if len(found) >= STATE_LIMIT:
+        self._traces[signature] = self._traces.get(signature, 0) + bool(found)
+        if len({captured.number for _, captured in found}) >= STATE_LIMIT or self._traces[signature] > TRACE_LIMIT:
             state = found[-1][1].graph.state
             raise CaptureError(
-                f"the model has been traced {STATE_LIMIT} times because its attributes change; it was traced last for "
+                "the model has been traced too often because its attributes change; it was traced last for "
                 f"{state.difference() if state is not None else ''}. {_REST}"
             )
         return found
@@ -264,8 +275,10 @@ class Variants:
         """
         if graph.state is None:
             return
-        if graph.state.lost and not before:
-            logger.warning("forward() changes %s, which compiled steps do not. %s", ", ".join(graph.state.lost), _REST)
+        for name in graph.state.lost:
+            if name not in self._told:
+                self._told.add(name)
+                logger.warning("forward() changes %s, which compiled steps do not. %s", name, _REST)
         changed = frozenset(name for other in before if other.state is not None for name in other.state.rewritten)
         moving = changed & graph.state.rewritten
         if moving:

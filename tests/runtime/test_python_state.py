@@ -22,6 +22,8 @@ from tests.messages import warnings_of
 class Layers(nn.Module):
     """Something of every kind that `forward` may look at."""
 
+    sign = 1.0
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
@@ -30,7 +32,7 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.first(x))) * self.mask
-        return self.second(hidden) * self.scale + self.options["shift"] + sum(self.options["signs"])
+        return self.second(hidden) * self.scale * self.sign + self.options["shift"] + sum(self.options["signs"])
 
 
 def gradients(model: nn.Module, run: Callable[..., Any], *inputs: Any, **named: Any) -> dict[str, Tensor]:
@@ -59,6 +61,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a submodule's number": lambda m: setattr(m.dropout, "p", 0.5),
     "a submodule": lambda m: setattr(m, "activation", nn.Tanh()),
     "a tensor that is no buffer": lambda m: setattr(m, "mask", torch.full((16,), 2.0)),
+    "an attribute of the class": lambda m: setattr(type(m), "sign", -1.0),
     "such a tensor's values": lambda m: m.mask.mul_(2.0),
     "a hook": lambda m: m.first.register_forward_hook(lambda module, inputs, output: output * 2),
     "the forward of a submodule": lambda m: setattr(m.first, "forward", types.MethodType(doubled, m.first)),
@@ -66,10 +69,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_the_user_changes_takes_effect(change: str) -> None:
+def test_what_the_user_changes_takes_effect(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers(), torch.randn(4, 6)
     opt = graphopt.optimize(model, (x,), backend="aot_eager")
     assert_as_in_eager(model, opt, x)
+    monkeypatch.setattr(Layers, "sign", 1.0)  # undone at the end, whatever the change
     CHANGES[change](model)
     assert_as_in_eager(model, opt, x)
     captures, compilations = opt.counters.captures, opt.counters.compilations
@@ -99,15 +103,51 @@ def test_a_change_that_makes_no_difference_compiles_nothing() -> None:
 
 
 def test_a_schedule_of_more_numbers_than_are_traced_is_computed_by_the_model() -> None:
+    """But for those numbers that were traced."""
     model, x = Layers(), torch.randn(4, 6)
     opt = graphopt.optimize(model, (x,), backend="aot_eager")
     with warnings_of("graphopt") as told:
-        for i in range(12):
+        for i in (*range(12), 3):
             model.scale = 1.0 + i
             assert_as_in_eager(model, opt, x)
     assert opt.counters.captures == 8
+    assert opt.model_runs == 4
     assert len(told) == 1
     assert "model.scale == 8.0" in told[0]
+
+
+class Waiting(Layers):
+    """Looks at a number that makes no difference yet."""
+
+    epoch = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.epoch >= 100:
+            raise RuntimeError("too long")
+        return super().forward(x)
+
+
+def test_numbers_that_make_no_difference_are_followed_for_long() -> None:
+    model, x = Waiting(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    for epoch in range(20):
+        model.epoch = epoch
+        opt(x).mean().backward()
+    assert (opt.counters.captures, opt.counters.compilations, opt.model_runs) == (1, 1, 0)
+
+
+def test_a_model_whose_code_fixes_the_batch_is_followed_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    class Rows(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([Layers.forward(self, row) for row in x])
+
+    model, x = Rows(), torch.randn(4, 6)
+    with warnings_of("graphopt") as told:
+        opt = graphopt.optimize(model, (x,), backend="aot_eager")
+        assert_as_in_eager(model, opt, x)
+        model.scale = 2.0
+        assert_as_in_eager(model, opt, x)
+    assert (told, capfd.readouterr().err) == ([], "")
 
 
 class Counting(Layers):
@@ -151,6 +191,27 @@ class Averaging(Layers):
         return super().forward(x)
 
 
+class AveragingInBuffer(Layers):
+    """The same with a buffer that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average = 0.9 * self.average + 0.1 * self.first(x).detach().mean(0)
+        return super().forward(x) + self.average.sum()
+
+
+class InPlace(AveragingInBuffer):
+    """And with one that is changed in place, as the error asks for; moving the mask to where it is already changes nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = self.mask.to(x.device)
+        self.average.mul_(0.9).add_(self.first(x).detach().mean(0), alpha=0.1)
+        return Layers.forward(self, x) + self.average.sum()
+
+
 class Resizing(Layers):
     """A tensor that is no buffer is made anew where its size does not fit; nothing is computed from the one before."""
 
@@ -170,6 +231,18 @@ def test_tensors_and_lists_that_forward_changes() -> None:
     x = torch.randn(4, 6)
     with pytest.raises(CaptureError, match=r"model.mask and puts another tensor there.*register_buffer"):
         graphopt.optimize(Averaging(), (x,), backend="aot_eager")
+    with pytest.raises(CaptureError, match=r"model.average and puts another tensor there.*in place"):
+        graphopt.optimize(AveragingInBuffer(), (x,), backend="aot_eager")
+    with warnings_of("graphopt") as told:
+        model, reference = InPlace(), InPlace()
+        reference.load_state_dict(model.state_dict())
+        opt = graphopt.optimize(model, (x,), backend="aot_eager")
+        for _ in range(3):
+            torch.testing.assert_close(gradients(model, opt, x), gradients(reference, reference, x))
+        torch.testing.assert_close(model.average, reference.average)
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))
+        graphopt.optimize(spectral, (x,), backend="aot_eager")
+    assert told == []
     model = Resizing()
     model.mask = torch.ones(3)
     assert_as_in_eager(model, graphopt.optimize(model, (x,), backend="aot_eager"), x)
