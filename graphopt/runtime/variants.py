@@ -117,6 +117,8 @@ class Variants:
             if plan.samples:
                 plan = replace(plan, mixing=self._mixing(signature, graph, plan, inputs))
             step = self._steps.put(key, self._compile(graph, plan, batch_size, self.backend))
+        elif step.graph.state is not graph.state:  # the same trace, but another state of the model
+            step = self._steps.put(key, replace(step, graph=replace(step.graph, state=graph.state)))
         return step, inputs
 
     def step_with_eager_draws(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CompiledStep:

@@ -183,6 +183,24 @@ def test_attributes_that_forward_sets() -> None:
         assert [("every call of the model changes model.calls" in text) for text in told] == [True] * (kind is Counting)
 
 
+class Remembering(Waiting):
+    last = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.epoch
+        return super().forward(x)
+
+
+def test_what_forward_sets_is_what_it_would_set_now() -> None:
+    model, x = Remembering(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    for epoch in (0, 1, 1, 0, 2):
+        model.epoch = epoch
+        opt(x).mean().backward()
+        assert model.last == epoch
+    assert (opt.counters.captures, opt.counters.compilations, opt.model_runs) == (1, 1, 0)
+
+
 class Averaging(Layers):
     """A tensor that is no buffer follows the hidden values."""
 
