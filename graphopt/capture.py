@@ -136,7 +136,7 @@ def _trace(
     call = Call(model, inputs)
     traced, state = (call, None) if straight_line else compat.dynamo_capture(call, tensors, _CACHE)
     for other in known:
-        if state is not None and other.state is not None and state.trace == other.state.trace:
+        if state is not None and other.state is not None and state.same_trace(other.state):
             return replace(other, state=state)
     with contextlib.ExitStack() as stack:
         try:

@@ -26,9 +26,7 @@ def bench_greentrainer(
     """Full fine-tuning, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
     from graphopt.bench import greentrainer
 
-    make_folder_of(out)
-    results = greentrainer.run(models.split(","), repeats, Console(stderr=True))
-    _give(results, greentrainer.show, out, as_json)
+    _measure(lambda console: greentrainer.run(models.split(","), repeats, console), greentrainer.show, out, as_json)
 
 
 @bench_app.command("memory")
@@ -42,9 +40,7 @@ def bench_memory(
     from graphopt.integrations.models import quiet_transformers
 
     quiet_transformers()
-    make_folder_of(out)
-    results = memory.run(models.split(",") if models else None, Console(stderr=True))
-    _give(results, memory.show, out, as_json)
+    _measure(lambda console: memory.run(models.split(",") if models else None, console), memory.show, out, as_json)
 
 
 @bench_app.command("runlora")
@@ -63,9 +59,12 @@ def bench_runlora(
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in kinds:
         raise InputError(f"dtype {dtype!r}: use {' or '.join(kinds)}.")
-    make_folder_of(out)
-    results = runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], Console(stderr=True))
-    _give(results, runlora.show, out, as_json)
+    _measure(
+        lambda console: runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], console),
+        runlora.show,
+        out,
+        as_json,
+    )
 
 
 @bench_app.command("vcas")
@@ -78,9 +77,9 @@ def bench_vcas(
     """Sampled backwards that save 20, 35 and 50 % of the FLOPs, against exact training with torch.compile."""
     from graphopt.bench import vcas
 
-    make_folder_of(out)
-    results = vcas.run(models.split(",") if models else list(vcas.MODELS), repeats, Console(stderr=True))
-    _give(results, vcas.show, out, as_json)
+    _measure(
+        lambda console: vcas.run(models.split(",") if models else list(vcas.MODELS), repeats, console), vcas.show, out, as_json
+    )
 
 
 @bench_app.command("lsp")
@@ -94,9 +93,7 @@ def bench_lsp(
     """Compressed gradients against AdamW, ZeRO-Offload's schedule and GaLore."""
     from graphopt.bench import lsp
 
-    make_folder_of(out)
-    results = lsp.run(cases.split(",") if cases else None, repeats, Console(stderr=True), chart)
-    _give(results, lsp.show, out, as_json)
+    _measure(lambda console: lsp.run(cases.split(",") if cases else None, repeats, console, chart), lsp.show, out, as_json)
 
 
 @bench_app.command("budget")
@@ -130,12 +127,18 @@ def bench_budget(
         steps, most_steps or steps, time, seed, threads or torch.get_num_threads(), evaluate, validation_rows, backend
     )
     wanted = variants.split(",") if variants else None
-    results = budget.run(wanted, settings, budget.parse_rates(rates), out, Console(stderr=True))
-    _give(results, budget.show, None, as_json)
+    peaks = budget.parse_rates(rates)
+    _measure(lambda console: budget.run(wanted, settings, peaks, out, console), budget.show, None, as_json)
 
 
-def _give(results: Any, show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
-    """Write a benchmark's results to `out` as JSON, if asked, and print them as JSON or as a table."""
+def _measure(run: Callable[[Console], Any], show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
+    """Run a benchmark, write its results to `out` as JSON, if asked, and print them as JSON or as a table.
+
+    Raises:
+        InputError: the folder of `out` cannot be made; nothing was run.
+    """
+    make_folder_of(out)
+    results = run(Console(stderr=True))
     text = json.dumps(results, indent=1)
     if as_json:
         print(text)

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import logging
 import re
+import uuid
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ class PythonState:
 
     Attributes:
         rewritten: attributes that the traced call looked at and set to another constant.
-        trace: of what was traced, equal for equal traces in one process.
+        trace: of what was traced, but for tensors in attributes; see `same_trace`.
         lost: lists, dicts and sets of the model, and tensors in its attributes, that the traced call changes and `replay` does
             not.
     """
@@ -56,6 +57,14 @@ class PythonState:
             return False
         same = all(_evaluated(path, self._scope) is tensor() for path, tensor in self._tensors)
         return same and bool(self._guards.check(self._scope["L"]))
+
+    def same_trace(self, other: PythonState) -> bool:
+        """Whether both are of equal traces, that read the very same tensors."""
+        ours, theirs = ([(path.co_filename, tensor()) for path, tensor in state._tensors] for state in (self, other))
+        same = len(ours) == len(theirs) and all(
+            a[0] == b[0] and a[1] is b[1] is not None for a, b in zip(ours, theirs, strict=True)
+        )
+        return same and self.trace == other.trace
 
     def difference(self) -> str:
         """What is not as it was, for people: a condition that held, or ""."""
@@ -160,7 +169,7 @@ def _state(module: nn.Module, output: Any, changes: _Changes, overridden: str) -
             _require_kept(path, value, output)
         elif path in looked_at or of_class:
             lost.append(_readable(path))
-    return PythonState(frozenset(rewritten), tuple(lost), _trace(output, tensors), guards, scope, tensors, tuple(stores))
+    return PythonState(frozenset(rewritten), tuple(lost), _trace(output), guards, scope, tensors, tuple(stores))
 
 
 def _guards(code: CodeType, graph: Any, overridden: str) -> tuple[Any, dict[str, Any]]:
@@ -225,12 +234,12 @@ def _require_kept(path: str, value: Any, output: Any) -> None:
     )
 
 
-def _trace(output: Any, tensors: Any) -> str:
-    """What was traced: operators, conditions on shapes, and constant tensors."""
+def _trace(output: Any) -> str:
+    """What was traced: operators and conditions on shapes. One with tensors of its own is equal to no other."""
     graphs = [] if output.backend_input is None else [output.backend_input.graph_module]
     parts = [f"{name} {m.code}" for graph in graphs for name, m in graph.named_modules() if isinstance(m, fx.GraphModule)]
-    parts += [f"{name} {id(t)}" for graph in graphs for name, t in (*graph.named_parameters(), *graph.named_buffers())]
-    parts += [f"{path.co_filename} {id(tensor())}" for path, tensor in tensors]
+    if any(True for graph in graphs for _ in (*graph.parameters(), *graph.buffers())):
+        parts.append(uuid.uuid4().hex)
     parts += [str(guard.expr) for guard in output.graph_capture_output.output_graph.shape_env.guards]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

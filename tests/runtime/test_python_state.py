@@ -18,6 +18,9 @@ from graphopt.errors import CaptureError
 from tests import zoo
 from tests.messages import warnings_of
 
+SHIFT = {"tensor": torch.zeros(3)}
+FACTOR = torch.ones(3)
+
 
 class Layers(nn.Module):
     """Something of every kind that `forward` may look at."""
@@ -32,7 +35,8 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(self.activation(self.first(x))) * self.mask
-        return self.second(hidden) * self.scale * self.sign + self.options["shift"] + sum(self.options["signs"])
+        hidden = self.second(hidden) * FACTOR + SHIFT["tensor"]
+        return hidden * self.scale * self.sign + self.options["shift"] + sum(self.options["signs"])
 
 
 def gradients(model: nn.Module, run: Callable[..., Any], *inputs: Any, **named: Any) -> dict[str, Tensor]:
@@ -62,6 +66,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a submodule": lambda m: setattr(m, "activation", nn.Tanh()),
     "a tensor that is no buffer": lambda m: setattr(m, "mask", torch.full((16,), 2.0)),
     "an attribute of the class": lambda m: setattr(type(m), "sign", -1.0),
+    "a tensor in a global": lambda m: globals().update(FACTOR=torch.full((3,), 2.0)),
+    "a tensor in a global dict": lambda m: SHIFT.update(tensor=torch.ones(3)),
     "such a tensor's values": lambda m: m.mask.mul_(2.0),
     "a hook": lambda m: m.first.register_forward_hook(lambda module, inputs, output: output * 2),
     "the forward of a submodule": lambda m: setattr(m.first, "forward", types.MethodType(doubled, m.first)),
@@ -74,6 +80,8 @@ def test_what_the_user_changes_takes_effect(change: str, monkeypatch: pytest.Mon
     opt = graphopt.optimize(model, (x,), backend="aot_eager")
     assert_as_in_eager(model, opt, x)
     monkeypatch.setattr(Layers, "sign", 1.0)  # undone at the end, whatever the change
+    monkeypatch.setitem(globals(), "FACTOR", FACTOR)
+    monkeypatch.setitem(SHIFT, "tensor", SHIFT["tensor"])
     CHANGES[change](model)
     assert_as_in_eager(model, opt, x)
     captures, compilations = opt.counters.captures, opt.counters.compilations
@@ -305,3 +313,12 @@ def test_a_copy_looks_at_its_own_model() -> None:
         assert float(other(x).square().mean()) == pytest.approx(float(changed(x).square().mean()))
         assert other.counters.captures == 2, i
     assert_as_in_eager(model, opt, x)
+
+
+def test_tensors_that_take_each_others_place_in_memory() -> None:
+    model, x = Layers(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    for i in range(6):
+        model.mask = None  # the next one can have its address, and its id
+        model.mask = torch.full((16,), float(i))
+        assert_as_in_eager(model, opt, x)
