@@ -3,6 +3,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
@@ -223,6 +224,12 @@ def test_a_model_that_spreads_batches_over_devices_is_refused() -> None:
     model, inputs = zoo.make("mlp")
     with pytest.raises(InputError, match=r"DataParallel.*model\.module"):
         graphopt.optimize(nn.DataParallel(model), inputs, budget=0.6)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(InputError, match=r"DistributedDataParallel.*model\.module"):
+            graphopt.optimize(nn.parallel.DistributedDataParallel(model), inputs, budget=0.6)
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclasses.dataclass
