@@ -24,8 +24,9 @@ from graphopt.planner.flops_limit import dearest_step, flops_saved
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
+from graphopt.planner.problem import Allocation, Problem, TensorBytes, evaluate
 from graphopt.planner.selection import Selection
-from graphopt.planner.solver import Allocation, Problem, TensorBytes, evaluate, solve
+from graphopt.planner.solver import solve
 
 ROUNDS = 8
 """Plans whose peak is foretold at most."""

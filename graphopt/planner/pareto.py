@@ -15,8 +15,9 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.joint_plan import make_problem, planned
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
+from graphopt.planner.problem import Problem, evaluate
 from graphopt.planner.selection import smallest_ratio
-from graphopt.planner.solver import Problem, evaluate, solve
+from graphopt.planner.solver import solve
 
 STEPS = 6
 """Limits that are tried in each dimension."""
