@@ -2,7 +2,7 @@
 
 At each boundary the gradient is multiplied by a scale per sample (1 / p of those kept, 0 for the others), with the number kept as
 an input. The gradients are those of the sampled step; the backward also returns the samples' norms and the variance that keeping
-some terms of each weight's gradient would add (VCAS, Eq. 3).
+some terms of each weight's gradient would add (VCAS, Eq. 3): as many as the input says, and every multiple of 1 / LEVELS of them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from graphopt.analysis.boundaries import find_boundaries
 from graphopt.analysis.weight_products import find_weight_products
 from graphopt.compat import InputDesc, fake_like
 from graphopt.graph import TrainingGraph
+from graphopt.planner.sample_ratios import LEVELS
 from graphopt.row_levels import RowLevels
 from graphopt.tangents import for_loss_alone
 
@@ -34,7 +35,7 @@ class Probe:
 
     Attributes:
         graph: with inputs `COUNTS` and `InputDesc("random", seed)`; its backward returns slots
-            "norms <boundary>" and "variance <weight>".
+            "norms <boundary>", "variance <weight>" and "variances <weight>".
         parents: the boundary above each boundary, from the output to the input.
         tokens: rows per sample of each weight's product, and the boundary above it.
     """
@@ -80,6 +81,8 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
         weights = levels.emit(aten.mul.Tensor, sizes, node)
         variance = levels.emit(operator.getitem, (scales(weights, site, node), 1), node)
         measured.add_backward_output(f"variance {product.name}", variance)
+        by_level = levels.emit(torch.ops.graphopt.level_variances.default, (weights, LEVELS), node)
+        measured.add_backward_output(f"variances {product.name}", by_level)
         tokens[product.name] = (product.tokens, above.get(node))
     measured.module.recompile()
     return Probe(measured, parents, tokens)

@@ -35,12 +35,12 @@ def solve(
 ) -> Allocation | None:
     """The most important choice within all limits.
 
-    Variables: x_k trains tensor k, c_k <= x_k compresses it, r_i computes segment i again, z_pl keeps level l of product p's terms
-    (binary), with sum_l z_pl <= x_k - c_k for the weight k of p; y_c, a_i, w_i in [0, 1]: a class of backward nodes runs, a
-    segment's results are needed, they are kept. Sampling adds sum_pl variance_pl z_pl <= limit * sum_k own_k x_k, and saves
-    sum_pl flops_pl z_pl; saving as such is no aim, so that terms are left out only where that lets more be trained. While the backward of segment j runs, the device
-    holds fixed + sum_k state_k (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j + sum_{k not read before
-    j} gradient_k (x_k - c_k) bytes; in the optimizer's step all gradients and nothing saved.
+    Variables: x_k trains tensor k, c_k <= x_k compresses it, r_i computes segment i again, z_pl keeps level l of product p's
+    terms (binary), with sum_l z_pl <= x_k - c_k for the weight k of p; y_c, a_i, w_i in [0, 1]: a class of backward nodes runs, a
+    segment's results are needed, they are kept. While the backward of segment j runs, the device holds fixed + sum_k state_k
+    (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j + sum_{k not read before j} gradient_k (x_k - c_k)
+    bytes; in the optimizer's step all gradients and nothing saved. Sampling saves sum_pl flops_pl z_pl, and adds sum_pl
+    variance_pl z_pl <= limit * sum_k own_k x_k. Saving is no aim by itself: terms are left out only where more is trained so.
 
     Args:
         flops_limit: FLOPs of a step; None for no limit.

@@ -47,6 +47,7 @@ class _PlanState:
     imprecise: dict[str, float]
     ratios: tuple[tuple[str, float], ...]
     sampled_batch: int
+    unsampled: frozenset[str] | None
     mixing: str
     recompute: tuple[str, ...]
 
@@ -148,6 +149,7 @@ def _plan_state(plan: Plan) -> _PlanState:
         imprecise=dict(plan.imprecise),
         ratios=plan.ratios,
         sampled_batch=plan.sampled_batch,
+        unsampled=plan.unsampled,
         mixing=plan.mixing,
         recompute=plan.recompute,
     )
@@ -165,7 +167,7 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
     if repr(saved.passes) != repr(ours.passes):
         raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
     chosen = set() if saved.selection is None else set(saved.selection.names)
-    unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
+    unknown = sorted(((saved.train or set()) | (saved.unsampled or set()) | chosen) - set(parameters))
     if unknown:
         raise InputError(f"it trains {unknown[0]}, which the model does not have.")
     if saved.sampled_batch < 0 or not all(0 < ratio <= 1 for _, ratio in saved.ratios):
@@ -178,6 +180,7 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
         imprecise=saved.imprecise,
         ratios=saved.ratios,
         sampled_batch=saved.sampled_batch,
+        unsampled=saved.unsampled,
         mixing=saved.mixing,
         recompute=saved.recompute,
     )

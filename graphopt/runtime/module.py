@@ -126,6 +126,8 @@ class OptimizedModule(nn.Module):
         elif found[0].plan.train != plan.train:  # the last selection stays, for all shapes
             last = found[0].plan
             kept = replace(self._plan, train=last.train, selection=last.selection, importance=last.importance)
+            if self._plan.unsampled is not None or last.unsampled is not None:
+                kept = replace(kept, ratios=last.ratios, sampled_batch=last.sampled_batch, unsampled=last.unsampled)
             self._install(kept, self._graph, self.flops)
         if found is not None and found[0] is not self._last_step:
             told = self._memory.warning(*found, self._graph, lambda: self._variants.captured(args, kwargs))
@@ -257,7 +259,9 @@ class OptimizedModule(nn.Module):
         """
         if isinstance(optimizer, SubspaceOptimizer):
             optimizer = None  # it steps compressed gradients, by which tensors are not rated
-        now = InForce(self._model, self._variants, self._plan, self.selected, self._graph, self.flops, self._loss)
+        plan = self._plan.exact_selection()
+        selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
+        now = InForce(self._model, self._variants, plan, selected, self._graph, self.flops, self._loss)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds
         if new is not None:
@@ -295,13 +299,31 @@ class OptimizedModule(nn.Module):
         plan = replace(self._plan, ratios=ratios, sampled_batch=size)
         return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
-    def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
+    def measuring_step(self, batch: Any, seed: int, train: frozenset[str] | None = None) -> MeasuringStep:
         """A step that samples nothing and measures what sampling would do to ordinary gradients, be they compressed in training;
-        kept for as long as the plan and shapes are."""
+        kept for as long as the plan and shapes are.
+
+        Args:
+            train: of which parameters; None: of those that are selected.
+        """
         if self.subspaces is not None:
             self.subspaces.synchronize()  # it reads the weights
         args, kwargs = as_call(batch)
-        return self._variants.measuring_step(self._plan.before_sampling(), args, kwargs, seed)
+        plan = self._plan.before_sampling()
+        return self._variants.measuring_step(plan if train is None else replace(plan, train=train), args, kwargs, seed)
+
+    def adopt(self, plan: Plan) -> None:
+        """Put a plan in force for the same captured graph, such as with another selection."""
+        self._install(plan, self._graph, self.__dict__["_profile"])
+
+    def mixing_under(self, plan: Plan, batch: Any) -> str:
+        """Why the backward of such a batch cannot be sampled under a plan; "" if it can."""
+        return self._variants.mixing(plan, *as_call(batch))
+
+    def captured(self, batch: Any) -> tuple[TrainingGraph, int]:
+        """The joint graph for such a batch, and the batch's size."""
+        args, kwargs = as_call(batch)
+        return self._variants.captured(args, kwargs), self._variants.batch_size(args, kwargs)
 
     def recheck_merges(self) -> bool:
         """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from graphopt.calls import as_call, flatten_call
-from graphopt.capture import unchanged_rng
+from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import InputError
+from graphopt.errors import BudgetError, InputError
+from graphopt.graph import TrainingGraph
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
-from graphopt.planner.plan import Ratios
-from graphopt.planner.sample_ratios import Calibration, Norms, SampleRatios, corrected, proposed
-from graphopt.probe import Probe
+from graphopt.planner.joint_ratios import Variances, candidates, with_ratios
+from graphopt.planner.plan import Plan, Ratios
+from graphopt.planner.sample_ratios import Calibration, SampleRatios, corrected, proposed
+from graphopt.runtime.calibration import Call, Measurement
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.fallback import first_line
 from graphopt.runtime.plain_values import from_plain, to_plain
@@ -36,11 +36,11 @@ ROWS_SHARE = 0.75
 ATTEMPTS = 3
 """Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
 
-ENTRIES, FEWEST_ENTRIES = 0.01, 64
-"""Part of each gradient's entries that variances are measured on, and the least number of them."""
-
 MOST_VARIANTS = 8
 """Different sets of ratios that are ever compiled, the exact step among them."""
+
+TOLERANCE = 0.05
+"""Gain in importance for which another choice of tensors and ratios is put in force, as for another selection."""
 
 WORTH_COMPILING = 0.02
 """Least saving, in FLOPs of the full step, for which ratios are lowered to ones that have not been compiled yet."""
@@ -81,10 +81,6 @@ class _Counts:
     steps: int = 0
     seconds: float = 0.0
     history: list[Adaptation] = field(default_factory=list)
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call of the model."""
 
 
 @dataclass(frozen=True)
@@ -224,27 +220,80 @@ class SamplingController:
     def _calibrate(self, batch: Any, batches: Sequence[Any]) -> Adaptation:
         """Measure on `batches`, adapt, and put in force."""
         start = time.perf_counter()
-        step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
-        if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
-            self._known, self._measured = {(): 1.0, self.opt.sample_ratios: 1.0}, step.fingerprint
-        before = self.opt.sample_ratios
-        seen = self._adapt(step, batches)
-        self._install(batch, step.batch_size)
+        before = self.opt.plan.key
+        adapt = self._choose if self.rewrite.jointly else self._lower
+        rows_variance, tokens_variance, flops_ratio = adapt(batch, batches)
         ratios = dict(self.opt.sample_ratios)
         adaptation = Adaptation(
             step=self.counts.steps,
             preserved=self.state.preserved,
-            rows_variance=_part(seen.rows_variance, seen.batch_variance),
-            tokens_variance=_part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values())),
+            rows_variance=rows_variance,
+            tokens_variance=tokens_variance,
             rows={k.removeprefix(ROWS): v for k, v in ratios.items() if k.startswith(ROWS)},
             tokens={k.removeprefix(TOKENS): v for k, v in ratios.items() if k.startswith(TOKENS)},
-            flops_ratio=self._known[self.opt.sample_ratios],
+            flops_ratio=flops_ratio,
             seconds=time.perf_counter() - start,
-            changed=self.opt.sample_ratios != before,
+            changed=self.opt.plan.key != before,
         )
         self.counts.seconds += adaptation.seconds
         self.counts.history.append(adaptation)
         return adaptation
+
+    def _lower(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
+        """Lower the ratios of what is selected; returns `rows_variance`, `tokens_variance` and `flops_ratio` of `Adaptation`."""
+        step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
+        if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
+            self._known, self._measured = {(): 1.0, self.opt.sample_ratios: 1.0}, step.fingerprint
+        seen = self._adapt(step, batches)
+        self._install(batch, step.batch_size)
+        terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
+        return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.opt.sample_ratios]
+
+    def _choose(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
+        """Choose what is trained together with the ratios of terms; returns what `_lower` does.
+
+        What is in force stays as long as its variance does and another choice would gain less than `TOLERANCE`, since a change
+        costs a compilation.
+        """
+        now = self.opt.plan
+        graph, size = self.opt.captured(batch)
+        self._require_memory(now, graph, size)
+        step = self.opt.measuring_step(batch, self.rewrite.seed + 1, candidates(now))
+        self._calibrations += 1
+        exact = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations).exact()
+        self.counts.calibrating += len(batches)
+        seen = Variances(exact.whole_variances(), exact.added)
+        if all(math.isfinite(v) for v in seen.own.values()):
+            new = with_ratios(now, graph, size, seen, self.tolerance)
+            value, before = ((p.importance.of(p.train or ()) if p.importance else 0.0) for p in (new, now))
+            holds = now.sampled_batch == size and seen.part(now) <= self.tolerance
+            changes = sum(a.changed for a in self.counts.history)
+            if (holds or not now.ratios) and (value <= (1 + TOLERANCE) * before or changes >= MOST_VARIANTS):
+                new = now
+            if new.ratios and new is not now and (reason := self.opt.mixing_under(new, batch)):
+                self.opt.note(f"no more tensors are trained by sampling: {reason}")
+                new = now.exact_selection()
+            if new.key != now.key:
+                self.opt.adopt(new)
+        plan = self.opt.plan
+        reports = plan.rewrite(graph, size)[1]
+        return 0.0, seen.part(plan), plan.sampled_part(graph, size, reports)
+
+    def _require_memory(self, plan: Plan, graph: TrainingGraph, batch_size: int) -> None:
+        """See that a pass over all tensors that may be trained stays within the budget's memory.
+
+        Raises:
+            BudgetError: it does not.
+        """
+        if plan.memory is None:
+            return
+        everything = replace(plan, train=candidates(plan)).before_sampling()
+        peak = plan.memory.peak_once(graph, everything.key, lambda: everything.rewrite(graph, batch_size)[0], batch_size)
+        if peak > plan.memory.peak_bytes:
+            raise BudgetError(
+                f"measuring the variances of all tensors that may be trained takes {peak:,} bytes, and the budget has "
+                f"{plan.memory.peak_bytes:,}"
+            )
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""
@@ -302,12 +351,16 @@ class SamplingController:
         probe = step.probe
         for_rows, for_terms = ROWS_SHARE * self.tolerance, (1 - ROWS_SHARE) * self.tolerance
         self._calibrations += 1
-        exact, norms = self._exact(step, batches)
+        measurement = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations)
+        exact = measurement.exact()
+        norms = exact.norms
+        self.counts.calibrating += len(batches)
         fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
         alpha, beta = self.rewrite.alpha, self.rewrite.beta
         candidate = proposed(self.state, norms, probe.tokens, alpha, beta, fewest)
         for _ in range(ATTEMPTS):
-            seen = self._sampled(step, batches, exact, candidate.rounded)
+            seen = measurement.sampled(exact, candidate.rounded)
+            self.counts.calibrating += len(batches)
             if not seen.comparable:
                 return seen
             better = corrected(candidate, seen, self.state, norms, for_rows, for_terms, alpha, beta)
@@ -318,60 +371,6 @@ class SamplingController:
         # Nothing that was measured fits: all rows and terms, until the next calibration goes on from here.
         self.state = SampleRatios(candidate.preserved, dict.fromkeys(norms.rows, 1.0), dict.fromkeys(probe.tokens, 1.0))
         return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0))
-
-    def _exact(self, step: MeasuringStep, batches: Sequence[Call]) -> tuple[list[dict[str, Tensor]], Norms]:
-        """Some entries of every gradient, by batch, and the norms of the samples' gradients at every boundary."""
-        probe = step.probe
-        whole = torch.full((len(probe.parents) + len(probe.tokens),), 2**31, dtype=torch.int64)
-        rows: dict[str, list[Tensor]] = {name: [] for name in probe.parents}
-        exact = []
-        for i, batch in enumerate(batches):
-            exact.append(self._entries(step, batch, whole, i))
-            for name in rows:
-                rows[name].append(step.lowered.slots[f"norms {name}"].detach().cpu())
-        self.counts.calibrating += len(batches)
-        return exact, Norms(rows, probe.parents)
-
-    def _sampled(
-        self, step: MeasuringStep, batches: Sequence[Call], exact: Sequence[Mapping[str, Tensor]], ratios: SampleRatios
-    ) -> Calibration:
-        """Measure the variance that `ratios` add."""
-        probe = step.probe
-        counts = _row_counts(probe, step.batch_size, ratios)
-        added: list[float] = []
-        terms: dict[str, list[float]] = {name: [] for name in probe.tokens}
-        for i, batch in enumerate(batches):
-            sampled = self._entries(step, batch, counts, i)
-            added.append(sum(float((sampled[n] - exact[i][n]).square().sum()) for n in sampled))
-            for name in terms:
-                terms[name].append(float(step.lowered.slots[f"variance {name}"]))
-        self.counts.calibrating += len(batches)
-        own = {}
-        for name in exact[0]:
-            stacked = torch.stack([g[name] for g in exact])
-            own[name] = float((stacked - stacked.mean(0)).square().sum()) / (len(batches) - 1)
-        sizes = {p.name: math.prod(p.shape) for p in probe.graph.parameters}
-        per_weight = {}
-        for name in terms:
-            weight = name.split(" #")[0]
-            if weight in own:
-                per_weight[name] = own[weight] * sizes[weight] / exact[0][weight].numel()
-        return Calibration(sum(own.values()), sum(added) / len(added), per_weight, {n: sum(v) / len(v) for n, v in terms.items()})
-
-    def _entries(self, step: MeasuringStep, batch: Call, counts: Tensor, seed: int) -> dict[str, Tensor]:
-        """Some entries of every gradient, the same ones throughout a calibration, with the dropout of `seed`."""
-        tensors = self.opt.tensors()
-        with unchanged_rng(list(tensors.values())):
-            torch.manual_seed(seed)
-            device = next(iter(tensors.values())).device
-            found = step.gradients(tensors, flatten_call(*batch), counts.to(device), self.opt.loss_function)
-        generator = torch.Generator().manual_seed(self._calibrations)
-        entries = {}
-        for name, gradient in found.items():
-            number = min(gradient.numel(), max(FEWEST_ENTRIES, math.ceil(ENTRIES * gradient.numel())))
-            chosen = torch.randint(gradient.numel(), (number,), generator=generator)
-            entries[name] = gradient.reshape(-1)[chosen.to(gradient.device)].double().cpu()
-        return entries
 
     def _install(self, batch: Any, batch_size: int) -> None:
         """Put the adapted ratios in force, rounded to ones that are compiled or worth it."""
@@ -387,19 +386,6 @@ class SamplingController:
             else:
                 self._known[key] = flops
         self.opt.set_sample_ratios(key, batch_size)
-
-
-def _row_counts(probe: Probe, batch_size: int, ratios: SampleRatios) -> Tensor:
-    """Rows kept at `ratios`, as the probe takes them."""
-    kept: dict[str | None, int] = {None: batch_size}
-    counts = []
-    for name, parent in probe.parents.items():
-        wanted = max(2, math.ceil(ratios.rows.get(name, 1.0) * batch_size - 1e-9))
-        kept[name] = min(kept[parent], wanted)
-        counts.append(kept[name] if kept[name] < kept[parent] else 2**31)
-    for name, (tokens, above) in probe.tokens.items():
-        counts.append(max(1, math.ceil(ratios.tokens.get(name, 1.0) * kept[above] * tokens - 1e-9)))
-    return torch.tensor(counts)
 
 
 def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:

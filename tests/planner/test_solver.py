@@ -148,7 +148,8 @@ def test_keep_ratios_are_chosen_with_everything_else_as_brute_force_does(seed: i
     rng = random.Random(seed + 200)
     full_flops, full_peak = evaluate(problem, range(5), (), ())
     for _ in range(3):
-        flops, memory, variance = int(rng.uniform(0.5, 1.0) * full_flops), int(rng.uniform(0.6, 1.0) * full_peak), rng.uniform(0, 0.2)
+        flops, memory = int(rng.uniform(0.5, 1.0) * full_flops), int(rng.uniform(0.6, 1.0) * full_peak)
+        variance = rng.uniform(0, 0.2)
         fitting = [value_of(problem, c[0], c[1]) for c, f, p, v in known if f <= flops and p <= memory and v <= variance]
         found = solve(problem, flops, memory, variance)
         assert (found is None) == (not fitting)

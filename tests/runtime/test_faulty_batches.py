@@ -9,7 +9,7 @@ import torch
 from graphopt.passes import Vcas
 
 import graphopt
-from graphopt.runtime.sampling import SamplingController
+from graphopt.runtime.calibration import Measurement
 from tests import zoo
 from tests.messages import warnings_of
 
@@ -58,7 +58,7 @@ def test_a_calibration_that_fails_keeps_the_ratios(monkeypatch: pytest.MonkeyPat
     def failing(self: Any, *_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(SamplingController, "_exact", failing)
+    monkeypatch.setattr(Measurement, "exact", failing)
     with warnings_of() as texts:
         assert [opt.controller.after_step(inputs) for _ in range(4)] == [None] * 4
     assert len(texts) == 1

@@ -1,0 +1,155 @@
+"""What to train together with how many terms of each weight's gradient to keep, from variances that a calibration measured.
+
+The selection meets the limit on FLOPs with exact gradients; sampling is worth it where what it saves trains more. Both are
+variables of one program (`graphopt.planner.solver`). What it counts is held to the FLOPs and the foretold peak of the rewritten
+graph, and the difference given to the next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.segments import find_segments
+from graphopt.analysis.weight_products import WeightProduct, find_weight_products
+from graphopt.graph import TrainingGraph
+from graphopt.passes.vcas import TOKENS
+from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.joint_plan import make_problem
+from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.plan import Plan
+from graphopt.planner.problem import Allocation, KeepLevel, Problem, SampledTerms, evaluate
+from graphopt.planner.sample_ratios import LEVELS
+from graphopt.planner.selection import Selection
+from graphopt.planner.solver import solve
+from graphopt.tangents import for_loss_alone
+
+ROUNDS = 6
+"""Programs that are solved at most, each allowing for what the last left out."""
+
+
+@dataclass(frozen=True)
+class Variances:
+    """What a calibration measured.
+
+    Attributes:
+        own: V_s of the mini-batch gradient by parameter.
+        added: by weight's product, the variance of keeping 1 / LEVELS, 2 / LEVELS, ... of its terms (VCAS, Eq. 3).
+    """
+
+    own: Mapping[str, float]
+    added: Mapping[str, Sequence[float]]
+
+    def part(self, plan: Plan) -> float:
+        """The variance that a plan's ratios of terms add, as a part of the mini-batch's own of what it trains."""
+        ratios = {name.removeprefix(TOKENS): ratio for name, ratio in plan.ratios}
+        added = sum(self.added[name][round(ratio * LEVELS) - 1] for name, ratio in ratios.items() if name in self.added)
+        own = sum(value for name, value in self.own.items() if plan.train is None or name in plan.train)
+        return added / own if own else 0.0
+
+
+def candidates(plan: Plan) -> frozenset[str]:
+    """The tensors that may be trained: those whose next step would lower the loss."""
+    return frozenset(name for name, value in plan.importance.values.items() if value > 0) if plan.importance else frozenset()
+
+
+def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Variances, tolerance: float) -> Plan:
+    """The plan that trains the most important tensors within all limits of its budget; `exact_selection` where that is best.
+
+    Args:
+        plan: with a selection, and an adaptive sampler among its passes.
+        graph, batch_size: for which ratios are chosen.
+        tolerance: variance that sampling may add, as a part of the mini-batch's own.
+    """
+    exact = plan.exact_selection()
+    importance = plan.importance
+    assert importance is not None
+    assert exact.train is not None
+    graph = replace(graph, batch_size=batch_size)
+    profile = flop_profile(graph).at(batch_size)
+    problem = _problem(exact, graph, profile, seen)
+    limit = FlopsLimit(exact, graph, profile)
+    most, spare = limit.most, limit.saved(exact.train)
+    unseen = 0
+    if plan.memory is not None:
+        trained = [k for k, name in enumerate(problem.costs.names) if name in exact.train]
+        unseen = _peak(exact, graph, plan.memory) - evaluate(problem, trained, (), ())[1]
+    for _ in range(ROUNDS):
+        bytes_left = None if plan.memory is None else plan.memory.peak_bytes - unseen
+        found = solve(problem, most + spare, bytes_left, tolerance, may_compress=False, may_recompute=False)
+        if found is None or not found.kept:
+            return exact
+        sampled = _planned(exact, problem, profile, found, batch_size)
+        if importance.of(sampled.train or ()) <= importance.of(exact.train):
+            return exact
+        reports = replace(sampled, unsampled=None).rewrite(graph, batch_size)[1]
+        flops = reports[-1].step_flops_after
+        peak = 0 if plan.memory is None else _peak(sampled, graph, plan.memory)
+        excess = 0 if plan.memory is None else peak - plan.memory.peak_bytes
+        if flops <= most and excess <= 0:
+            assert sampled.selection is not None
+            return replace(sampled, selection=replace(sampled.selection, flops_ratio=problem.costs.part(flops)))
+        spare -= max(0, flops - most)
+        unseen += max(0, excess)
+    return exact
+
+
+def _problem(plan: Plan, graph: TrainingGraph, profile: FlopProfile, seen: Variances) -> Problem:
+    """The program's numbers; segments that the plan computes again keep nothing, and no others are."""
+    limited = plan if plan.memory is not None else replace(plan, memory=MemoryLimit(0, "aot_eager", None))
+    problem = make_problem(limited, graph, profile, plan.importance, None)
+    names = problem.costs.names
+    again = {i for i, segment in enumerate(find_segments(graph)) if segment.name in plan.recompute}
+    segments = tuple((0, 0) if i in again else kind for i, kind in enumerate(problem.segments))
+    everything = replace(plan, train=candidates(plan) & set(names)).before_sampling()
+    rewritten = for_loss_alone(everything.rewrite(graph)[0])
+    own = tuple(seen.own.get(name, 0.0) for name in names)
+    samples = []
+    for product in find_weight_products(rewritten):
+        weight = product.name.split(" #")[0]
+        if product.name in seen.added and weight in names:
+            levels = _levels(product, rewritten, graph.batch_size, seen.added[product.name], own[names.index(weight)])
+            samples.append(SampledTerms(product.name, names.index(weight), levels))
+    return replace(problem, segments=segments, samples=tuple(s for s in samples if s.levels), batch_variance=own)
+
+
+def _levels(
+    product: WeightProduct, graph: TrainingGraph, batch_size: int, added: Sequence[float], own: float
+) -> tuple[KeepLevel, ...]:
+    """How many terms may be kept: a weight never gets more variance than its gradient has by itself."""
+    left, right = (node.meta["val"].shape for node in product.node.args)  # type: ignore[union-attr]
+    outer, terms = (graph.at(size, batch_size) for size in left)
+    inner = graph.at(right[1], batch_size)
+    found = []
+    for level, variance in enumerate(added[:-1], start=1):
+        kept = max(1, -(-level * terms // LEVELS))
+        if kept < terms and variance <= own:
+            found.append(KeepLevel(level / LEVELS, 2 * outer * inner * (terms - kept), variance))
+    return tuple(found)
+
+
+def _planned(plan: Plan, problem: Problem, profile: FlopProfile, found: Allocation, batch_size: int) -> Plan:
+    names = tuple(problem.costs.names[k] for k in found.train)
+    ratios = {TOKENS + problem.samples[p].site: problem.samples[p].levels[level].ratio for p, level in found.kept}
+    cost = profile.cost(names)
+    selection = Selection(
+        names,
+        cost,
+        problem.costs.part(profile.forward + cost),
+        sum(problem.importance[k] for k in found.train),
+        "one program for FLOPs, memory and variance",
+        found.gap,
+    )
+    return replace(
+        plan,
+        train=frozenset(names),
+        selection=selection,
+        ratios=tuple(sorted(ratios.items())),
+        sampled_batch=batch_size,
+        unsampled=plan.train,
+    )
+
+
+def _peak(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
+    return limit.peak_of(plan.rewrite(graph)[0], graph.batch_size)
