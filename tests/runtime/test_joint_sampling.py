@@ -1,0 +1,263 @@
+"""What is trained and how many terms are kept, chosen together: more is trained within the same limits, and no limit is exceeded."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import Lsp, Vcas
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.errors import PassError
+from graphopt.planner.joint_ratios import Variances, candidates
+from graphopt.runtime import variants
+from graphopt.runtime.calibration import Measurement
+from graphopt.runtime.sampling import IdleController, SamplingController
+from tests.messages import warnings_of
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Stack(nn.Module):
+    """Residual layers over tokens, of which few weigh much."""
+
+    def __init__(self, width: int = 64, layers: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def data(count: int, size: int = 16, tokens: int = 8) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(count):
+        weights = torch.exp(1.5 * torch.randn(size, tokens, 1, generator=generator))
+        labels = torch.randint(5, (size, tokens), generator=generator)
+        found.append((torch.randn(size, tokens, 64, generator=generator) * weights, labels))
+    return found
+
+
+class Run:
+    """A model under a joint plan, or another, with its optimizer."""
+
+    def __init__(self, seed: int = 0, flops: float = 0.6, variance: float | None = 0.3, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = Stack()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        passes = ["greentrainer", Vcas(every=4, jointly=True)] if variance is not None else ["greentrainer"]
+        sampler = options.pop("sampler", None)
+        if sampler is not None:
+            passes = ["greentrainer", Vcas(every=4, jointly=True, sampler=sampler)]
+        budget = graphopt.Budget(flops=flops, variance=variance, **options)
+        self.opt = graphopt.optimize(self.model, data(1)[0], budget, passes, "aot_eager", optimizer=self.optimizer)
+
+    def step(self, batch: Batch) -> float:
+        """One training step; its FLOPs, as a part of a full one's."""
+        self.opt(*batch).backward()
+        assert self.opt.last_step is not None
+        reports = self.opt.last_step.reports
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.opt.controller is not None:
+            self.opt.controller.after_step(batch)
+        return reports[-1].step_flops_after / reports[0].step_flops_before
+
+
+def test_sampling_lets_more_be_trained_within_every_limit() -> None:
+    run = Run()
+    assert isinstance(run.opt.controller, SamplingController)
+    exact = run.opt.selected
+    parts = [run.step(batch) for batch in data(10)]
+    assert max(parts) <= 0.6
+    assert [a.step for a in run.opt.controller.history] == [4, 8]
+    assert run.opt.controller.history[0].changed
+    assert all(0 < a.tokens_variance <= 0.3 and a.rows_variance == 0 for a in run.opt.controller.history)
+    importance = run.opt.plan.importance
+    assert importance is not None
+    assert importance.of(run.opt.selected) > 1.05 * importance.of(exact)
+    assert run.opt.plan.exact_selection().train == exact
+    report = run.opt.report
+    assert report.sampling is not None
+    assert min(report.sampling["tokens"].values()) < 1
+    assert report.plan is not None
+    assert report.plan.remaining["flops"]["used"] <= 0.6
+    assert report.solver == "one program for FLOPs, memory and variance"
+
+
+def test_until_the_first_calibration_it_is_the_selection_alone() -> None:
+    ours, alone = Run(), Run(variance=None)
+    for batch in data(4):
+        ours.step(batch)
+        alone.step(batch)
+    assert ours.opt.sample_ratios
+    for a, b in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_other_batches_are_computed_exactly_and_keep_to_the_flops() -> None:
+    """A last smaller batch, and one of other lengths that would take more FLOPs, train what fits without sampling."""
+    run = Run()
+    exact = run.opt.selected
+    for batch in data(5):
+        run.step(batch)
+    assert run.opt.selected != exact
+    for batch in (data(1, size=5)[0], data(1, tokens=3)[0]):
+        reference = copy.deepcopy(run.model)
+        run.opt(*batch).backward()
+        reference(*batch).backward()
+        found = {n for n, p in run.model.named_parameters() if p.grad is not None}
+        assert run.opt.last_step is not None
+        reports = run.opt.last_step.reports
+        assert reports[-1].step_flops_after <= 0.6 * reports[0].step_flops_before
+        if len(batch[0]) == 5:
+            assert found == exact
+            for name, parameter in reference.named_parameters():
+                if name in exact:
+                    torch.testing.assert_close(run.model.get_parameter(name).grad, parameter.grad)
+        run.optimizer.zero_grad()
+
+
+def test_gradients_stay_unbiased_with_the_variance_that_was_foretold() -> None:
+    """Independent draws add exactly the stated variance; the mean over many steps is autograd's gradient."""
+    run = Run(sampler="bernoulli")
+    for batch in data(4):
+        run.step(batch)
+    plan, batch = run.opt.plan, data(5)[4]
+    assert plan.ratios
+    step = run.opt.measuring_step(batch, 1, candidates(plan))
+    exact = Measurement(step, run.opt.tensors(), None, [(batch, {})] * 2, 0).exact()
+    foretold = Variances({name: 1.0 for name in run.opt.selected}, exact.added).part(plan) * len(run.opt.selected)
+    reference = copy.deepcopy(run.model)
+    reference(*batch).backward()
+    wanted = {n: p.grad for n, p in reference.named_parameters() if n in run.opt.selected}
+    draws = 600
+    total = {name: torch.zeros_like(g) for name, g in wanted.items() if g is not None}
+    added = []
+    for _ in range(draws):
+        run.optimizer.zero_grad()
+        run.opt(*batch).backward()
+        found = {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
+        assert found.keys() == total.keys()
+        added.append(sum(float((found[n] - wanted[n]).square().sum()) for n in total))
+        for name in total:
+            total[name] += found[name] / draws
+    measured = sum(added) / draws
+    assert measured == pytest.approx(foretold, rel=0.15)
+    bias = sum(float((total[n] - wanted[n]).square().sum()) for n in total)
+    assert bias < 3 * measured / draws
+
+
+def test_stopped_and_resumed_it_goes_on_bit_equal(tmp_path: Path) -> None:
+    whole, run = Run(), Run()
+    for k, batch in enumerate(data(10)):
+        whole.step(batch)
+        run.step(batch)
+        for a, b in zip(whole.model.parameters(), run.model.parameters(), strict=True):
+            assert torch.equal(a, b), f"step {k}"
+        run.opt.save_state(tmp_path / "state", run.optimizer)
+        weights = copy.deepcopy(run.model.state_dict())
+        run = Run()
+        run.opt.load_state(tmp_path / "state", run.optimizer)
+        run.model.load_state_dict(weights)
+    assert run.opt.plan.key == whole.opt.plan.key
+    assert run.opt.sample_ratios
+    assert [a.tokens for a in run.opt.controller.history] == [a.tokens for a in whole.opt.controller.history]  # type: ignore[union-attr]
+
+
+def test_selecting_anew_keeps_what_was_chosen_or_starts_again_without_ratios() -> None:
+    run = Run()
+    for batch in data(4):
+        run.step(batch)
+    joint = run.opt.plan
+    outcome = run.opt.reselect(data(4)[3], run.optimizer, tolerance=10.0)
+    assert not outcome.changed
+    assert run.opt.plan is joint
+    for tolerance in (-10.0,):
+        run.opt.reselect(data(20)[19], run.optimizer, tolerance)
+        if run.opt.plan is not joint:
+            assert (run.opt.plan.ratios, run.opt.plan.unsampled) == ((), None)
+    assert max(run.step(batch) for batch in data(6)) <= 0.6
+
+
+def test_a_variance_that_no_longer_fits_is_taken_back() -> None:
+    run = Run()
+    for batch in data(4):
+        run.step(batch)
+    assert run.opt.sample_ratios
+    exact = run.opt.plan.exact_selection().train
+    run.opt.controller.tolerance = 1e-9  # type: ignore[union-attr]
+    for batch in data(4):
+        run.step(batch)
+    assert run.opt.sample_ratios == ()
+    assert run.opt.selected == exact
+
+
+def test_memory_holds_as_well() -> None:
+    free = Run()
+    for batch in data(5):
+        free.step(batch)
+    graph, size = free.opt.captured(data(1)[0])
+    limit = graphopt.analyze(Stack(), data(1)[0], backend="aot_eager").memory.peak_bytes
+    run = Run(memory=limit)
+    for batch in data(5):
+        run.step(batch)
+    assert run.opt.sample_ratios
+    assert run.opt.plan.memory is not None
+    assert run.opt.plan.memory.peak_of(run.opt.plan.rewrite(graph, size)[0], size) <= limit
+    tight = Run(memory=int(0.6 * limit))
+    with warnings_of() as texts:
+        for batch in data(5):
+            tight.step(batch)
+    assert tight.opt.sample_ratios == ()
+    assert any("measuring the variances" in text for text in texts)
+
+
+def test_a_plan_that_cannot_be_compiled_gives_way_to_the_exact_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run()
+    exact = run.opt.selected
+    lower = variants.lower
+
+    def failing(graph: Any, backend: Any) -> Any:
+        if any("systematic_rows" in str(node.target) for node in graph.graph.nodes):
+            raise RuntimeError("no room")
+        return lower(graph, backend)
+
+    monkeypatch.setattr(variants, "lower", failing)
+    with warnings_of() as texts:
+        parts = [run.step(batch) for batch in data(7)]
+    assert max(parts) <= 0.6
+    assert any("no room" in text for text in texts)
+    assert run.opt.selected == exact
+    assert run.opt.sample_ratios == ()
+
+
+def test_where_everything_fits_nothing_is_measured() -> None:
+    run = Run(flops=1.0)
+    assert isinstance(run.opt.controller, IdleController)
+    assert [run.step(batch) for batch in data(5)] == [1.0] * 5
+
+
+def test_what_cannot_be_chosen_jointly_is_refused() -> None:
+    both = graphopt.Budget(flops=0.6, variance=0.1)
+    cases: list[tuple[graphopt.Budget, list[Any], str]] = [
+        (graphopt.Budget(variance=0.1), ["greentrainer", Vcas(jointly=True)], "flops"),
+        (graphopt.Budget(variance=0.1), [Vcas(jointly=True)], r"Budget\(flops"),
+        (both, ["greentrainer", Vcas(jointly=True), Lsp(subspace=4, nonzeros=2)], "compressed"),
+        (both, ["greentrainer", graphopt.passes.GreenTrainer(train=("head.weight",)), Vcas(jointly=True)], "more than once"),
+        (both, [graphopt.passes.GreenTrainer(train=("head.weight",)), Vcas(jointly=True)], "without names"),
+    ]
+    for budget, passes, message in cases:
+        with pytest.raises(graphopt.GraphoptError, match=message):
+            graphopt.optimize(Stack(), data(1)[0], budget, passes, "aot_eager")
+    with pytest.raises(PassError, match="leave out keep_rows"):
+        Vcas(keep_tokens=0.5, jointly=True)
