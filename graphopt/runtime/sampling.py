@@ -12,15 +12,15 @@ from torch import Tensor
 
 from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import BudgetError, InputError
-from graphopt.graph import TrainingGraph
+from graphopt.errors import InputError
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
-from graphopt.planner.joint_ratios import Variances, candidates, with_ratios
-from graphopt.planner.plan import Plan, Ratios
+from graphopt.planner.joint_ratios import Variances, candidates
+from graphopt.planner.plan import Ratios
 from graphopt.planner.sample_ratios import Calibration, SampleRatios, corrected, proposed
 from graphopt.runtime.calibration import Call, Measurement
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.fallback import first_line
+from graphopt.runtime.joint_sampling import choose, require_memory
 from graphopt.runtime.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -38,9 +38,6 @@ ATTEMPTS = 3
 
 MOST_VARIANTS = 8
 """Different sets of ratios that are ever compiled, the exact step among them."""
-
-TOLERANCE = 0.05
-"""Gain in importance for which another choice of tensors and ratios is put in force, as for another selection."""
 
 WORTH_COMPILING = 0.02
 """Least saving, in FLOPs of the full step, for which ratios are lowered to ones that have not been compiled yet."""
@@ -250,50 +247,18 @@ class SamplingController:
         return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.opt.sample_ratios]
 
     def _choose(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
-        """Choose what is trained together with the ratios of terms; returns what `_lower` does.
-
-        What is in force stays as long as its variance does and another choice would gain less than `TOLERANCE`, since a change
-        costs a compilation.
-        """
-        now = self.opt.plan
+        """Choose what is trained together with the ratios of terms (see `choose`); returns what `_lower` does."""
         graph, size = self.opt.captured(batch)
-        self._require_memory(now, graph, size)
-        step = self.opt.measuring_step(batch, self.rewrite.seed + 1, candidates(now))
+        require_memory(self.opt.plan, graph, size)
+        step = self.opt.measuring_step(batch, self.rewrite.seed + 1, candidates(self.opt.plan))
         self._calibrations += 1
         exact = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations).exact()
         self.counts.calibrating += len(batches)
         seen = Variances(exact.whole_variances(), exact.added)
-        if all(math.isfinite(v) for v in seen.own.values()):
-            new = with_ratios(now, graph, size, seen, self.tolerance)
-            value, before = ((p.importance.of(p.train or ()) if p.importance else 0.0) for p in (new, now))
-            holds = now.sampled_batch == size and seen.part(now) <= self.tolerance
-            changes = sum(a.changed for a in self.counts.history)
-            if (holds or not now.ratios) and (value <= (1 + TOLERANCE) * before or changes >= MOST_VARIANTS):
-                new = now
-            if new.ratios and new is not now and (reason := self.opt.mixing_under(new, batch)):
-                self.opt.note(f"no more tensors are trained by sampling: {reason}")
-                new = now.exact_selection()
-            if new.key != now.key:
-                self.opt.adopt(new)
+        changes = sum(a.changed for a in self.counts.history)
+        choose(self.opt, batch, graph, size, seen, self.tolerance, may_change=changes < MOST_VARIANTS)
         plan = self.opt.plan
-        reports = plan.rewrite(graph, size)[1]
-        return 0.0, seen.part(plan), plan.sampled_part(graph, size, reports)
-
-    def _require_memory(self, plan: Plan, graph: TrainingGraph, batch_size: int) -> None:
-        """See that a pass over all tensors that may be trained stays within the budget's memory.
-
-        Raises:
-            BudgetError: it does not.
-        """
-        if plan.memory is None:
-            return
-        everything = replace(plan, train=candidates(plan)).before_sampling()
-        peak = plan.memory.peak_once(graph, everything.key, lambda: everything.rewrite(graph, batch_size)[0], batch_size)
-        if peak > plan.memory.peak_bytes:
-            raise BudgetError(
-                f"measuring the variances of all tensors that may be trained takes {peak:,} bytes, and the budget has "
-                f"{plan.memory.peak_bytes:,}"
-            )
+        return 0.0, seen.part(plan), plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""

@@ -1,4 +1,4 @@
-"""What is trained and how many terms are kept, chosen together: more is trained within the same limits, and no limit is exceeded."""
+"""What is trained and how many terms are kept, chosen together: more is trained, and no limit is exceeded."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_gradients_stay_unbiased_with_the_variance_that_was_foretold() -> None:
     assert plan.ratios
     step = run.opt.measuring_step(batch, 1, candidates(plan))
     exact = Measurement(step, run.opt.tensors(), None, [(batch, {})] * 2, 0).exact()
-    foretold = Variances({name: 1.0 for name in run.opt.selected}, exact.added).part(plan) * len(run.opt.selected)
+    foretold = Variances(dict.fromkeys(run.opt.selected, 1.0), exact.added).part(plan) * len(run.opt.selected)
     reference = copy.deepcopy(run.model)
     reference(*batch).backward()
     wanted = {n: p.grad for n, p in reference.named_parameters() if n in run.opt.selected}

@@ -1,0 +1,64 @@
+"""Putting in force what is trained together with how many terms are kept; see `graphopt.planner.joint_ratios`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from graphopt.errors import BudgetError
+from graphopt.graph import TrainingGraph
+from graphopt.planner.joint_ratios import Variances, candidates, with_ratios
+from graphopt.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from graphopt.runtime.module import OptimizedModule
+
+TOLERANCE = 0.05
+"""Gain in importance for which another choice is put in force, as for another selection: a change costs a compilation."""
+
+
+def choose(
+    opt: OptimizedModule, batch: Any, graph: TrainingGraph, batch_size: int, seen: Variances, tolerance: float, may_change: bool
+) -> None:
+    """Choose, and put in force what gains enough; ratios whose variance is now too large are never left in force.
+
+    Args:
+        graph, batch_size: of `batch`.
+        seen: measured just now; where it is not finite, everything stays.
+        tolerance: variance that sampling may add, as a part of the mini-batch's own.
+        may_change: another choice may be compiled; else the exact selection may take the place of the present one.
+    """
+    if not all(math.isfinite(v) for v in (*seen.own.values(), *(v for added in seen.added.values() for v in added))):
+        return
+    now = opt.plan
+    holds = not now.ratios or (now.sampled_batch == batch_size and seen.part(now) <= tolerance)
+    new = with_ratios(now, graph, batch_size, seen, tolerance) if may_change else now.exact_selection()
+    if holds and _importance(new) <= (1 + TOLERANCE) * _importance(now):
+        return
+    if new.ratios and (reason := opt.mixing_under(new, batch)):
+        opt.note(f"no more tensors are trained by sampling: {reason}")
+        new = now.exact_selection()
+    if new.key != now.key:
+        opt.adopt(new)
+
+
+def require_memory(plan: Plan, graph: TrainingGraph, batch_size: int) -> None:
+    """See that a pass over all tensors that may be trained stays within the budget's memory.
+
+    Raises:
+        BudgetError: it does not.
+    """
+    if plan.memory is None:
+        return
+    everything = replace(plan, train=candidates(plan)).before_sampling()
+    peak = plan.memory.peak_once(graph, everything.key, lambda: everything.rewrite(graph, batch_size)[0], batch_size)
+    if peak > plan.memory.peak_bytes:
+        raise BudgetError(
+            f"measuring the variances of all tensors that may be trained takes {peak:,} bytes, and the budget has "
+            f"{plan.memory.peak_bytes:,}"
+        )
+
+
+def _importance(plan: Plan) -> float:
+    return plan.importance.of(plan.train or ()) if plan.importance is not None else 0.0
