@@ -49,11 +49,11 @@ class Vcas:
         seed: of the generator that rows are drawn with.
         every: steps between adaptations (F); the paper's advice is at most 1/50 of all steps, and no more than 500.
         alpha, beta: how fast an adaptation changes the rows' and the tokens' ratios.
-        jointly: under `Budget(flops=..., variance=...)`, every `every` steps the tensors to train and the tokens' ratios are chosen
+        jointly: under `Budget(flops=..., variance=...)`, every `every` steps what is trained and the ratios of tokens are chosen
             as one program, so that what sampling saves trains more tensors; rows are all kept. Without it, ratios are lowered for
             whatever is selected.
     Raises:
-        PassError: a ratio outside (0, 1], ratios that increase towards the input, an unknown sampler, or ratios that are both given
+        PassError: a ratio outside (0, 1], ratios that increase towards the input, an unknown sampler, or ratios both given
             and to be chosen.
     """
 
