@@ -28,7 +28,9 @@ from graphopt.errors import GraphoptError, InputError
 AIM = 0.65
 """Part of exact training's time in which `auto` is to be as accurate."""
 
-_COLOURS = {"exact": "#456", "greentrainer": "#c63", "vcas": "#8a8", "lsp": "#a7b", "runlora": "#cb6", "auto": "#d22"}
+_COLOURS = {
+    "exact": "#456", "greentrainer": "#c63", "vcas": "#8a8", "lsp": "#a7b", "runlora": "#cb6", "auto": "#d22", "joint": "#28a",
+}  # fmt: skip
 
 
 def run(

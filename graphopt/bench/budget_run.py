@@ -162,6 +162,9 @@ VARIANTS = {
     "lsp": Variant(1e-3, compressed),
     "runlora": Variant(1e-3, adapters),
     "auto": Variant(5e-4, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE))),
+    "joint": Variant(
+        5e-4, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE), ["greentrainer", Vcas(every=50, jointly=True)])
+    ),
 }
 
 

@@ -99,7 +99,8 @@ def bench_lsp(
 @bench_app.command("budget")
 def bench_budget(
     variants: Annotated[
-        str, typer.Option(help="Comma-separated: exact, greentrainer, vcas, lsp, runlora, auto; by default those not run yet.")
+        str,
+        typer.Option(help="Comma-separated: exact, greentrainer, vcas, lsp, runlora, auto, joint; by default those not run yet."),
     ] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps of exact training.")] = 600,
     most_steps: Annotated[int, typer.Option(min=0, help="Steps of every other run, at most; 0: as many as exact training.")] = 0,

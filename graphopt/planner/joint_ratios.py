@@ -7,6 +7,7 @@ graph, and the difference given to the next round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,10 +44,20 @@ class Variances:
 
     def part(self, plan: Plan) -> float:
         """The variance that a plan's ratios of terms add, as a part of the mini-batch's own of what it trains."""
-        ratios = {name.removeprefix(TOKENS): ratio for name, ratio in plan.ratios}
-        added = sum(self.added[name][round(ratio * LEVELS) - 1] for name, ratio in ratios.items() if name in self.added)
         own = sum(value for name, value in self.own.items() if plan.train is None or name in plan.train)
-        return added / own if own else 0.0
+        return sum(self._added(plan).values()) / own if own else 0.0
+
+    def largest_part(self, plan: Plan) -> float:
+        """The largest that they add to one product of a weight, as a part of the weight's own; inf if that has none."""
+        parts = [0.0]
+        for name, added in self._added(plan).items():
+            own = self.own.get(name.split(" #")[0], 0.0)
+            parts.append(added / own if own else math.inf if added else 0.0)
+        return max(parts)
+
+    def _added(self, plan: Plan) -> dict[str, float]:
+        ratios = {name.removeprefix(TOKENS): ratio for name, ratio in plan.ratios}
+        return {name: self.added[name][round(r * LEVELS) - 1] for name, r in ratios.items() if name in self.added}
 
 
 def candidates(plan: Plan) -> frozenset[str]:
@@ -60,7 +71,8 @@ def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Varianc
     Args:
         plan: with a selection, and an adaptive sampler among its passes.
         graph, batch_size: for which ratios are chosen.
-        tolerance: variance that sampling may add, as a part of the mini-batch's own.
+        tolerance: variance that sampling may add, as a part of the mini-batch's own: to all gradients together and, as in the
+            paper (VCAS, Eq. 7), to each weight's.
     """
     exact = plan.exact_selection()
     importance = plan.importance
@@ -68,7 +80,7 @@ def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Varianc
     assert exact.train is not None
     graph = replace(graph, batch_size=batch_size)
     profile = flop_profile(graph).at(batch_size)
-    problem = _problem(exact, graph, profile, seen)
+    problem = _problem(exact, graph, profile, seen, tolerance)
     limit = FlopsLimit(exact, graph, profile)
     most, spare = limit.most, limit.saved(exact.train)
     unseen = 0
@@ -95,7 +107,7 @@ def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Varianc
     return exact
 
 
-def _problem(plan: Plan, graph: TrainingGraph, profile: FlopProfile, seen: Variances) -> Problem:
+def _problem(plan: Plan, graph: TrainingGraph, profile: FlopProfile, seen: Variances, tolerance: float) -> Problem:
     """The program's numbers; segments that the plan computes again keep nothing, and no others are."""
     limited = plan if plan.memory is not None else replace(plan, memory=MemoryLimit(0, "aot_eager", None))
     problem = make_problem(limited, graph, profile, plan.importance, None)
@@ -109,22 +121,23 @@ def _problem(plan: Plan, graph: TrainingGraph, profile: FlopProfile, seen: Varia
     for product in find_weight_products(rewritten):
         weight = product.name.split(" #")[0]
         if product.name in seen.added and weight in names:
-            levels = _levels(product, rewritten, graph.batch_size, seen.added[product.name], own[names.index(weight)])
+            most = tolerance * own[names.index(weight)]
+            levels = _levels(product, rewritten, graph.batch_size, seen.added[product.name], most)
             samples.append(SampledTerms(product.name, names.index(weight), levels))
     return replace(problem, segments=segments, samples=tuple(s for s in samples if s.levels), batch_variance=own)
 
 
 def _levels(
-    product: WeightProduct, graph: TrainingGraph, batch_size: int, added: Sequence[float], own: float
+    product: WeightProduct, graph: TrainingGraph, batch_size: int, added: Sequence[float], most: float
 ) -> tuple[KeepLevel, ...]:
-    """How many terms may be kept: a weight never gets more variance than its gradient has by itself."""
+    """How many terms may be kept, with the variance that leaving out the others adds, at most `most`."""
     left, right = (node.meta["val"].shape for node in product.node.args)  # type: ignore[union-attr]
     outer, terms = (graph.at(size, batch_size) for size in left)
     inner = graph.at(right[1], batch_size)
     found = []
     for level, variance in enumerate(added[:-1], start=1):
         kept = max(1, -(-level * terms // LEVELS))
-        if kept < terms and variance <= own:
+        if kept < terms and variance <= most:
             found.append(KeepLevel(level / LEVELS, 2 * outer * inner * (terms - kept), variance))
     return tuple(found)
 

@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 TOLERANCE = 0.05
 """Gain in importance for which another choice is put in force, as for another selection: a change costs a compilation."""
 
+SLACK = 2.0
+"""A weight's variance may grow by this much above its limit before another choice is made: two batches tell it no better."""
+
 
 def choose(
     opt: OptimizedModule, batch: Any, graph: TrainingGraph, batch_size: int, seen: Variances, tolerance: float, may_change: bool
 ) -> None:
-    """Choose, and put in force what gains enough; ratios whose variance is now too large are never left in force.
+    """Choose, and put in force what gains enough; ratios whose variance is too large now are not left in force.
 
     Args:
         graph, batch_size: of `batch`.
@@ -32,7 +35,8 @@ def choose(
     if not all(math.isfinite(v) for v in (*seen.own.values(), *(v for added in seen.added.values() for v in added))):
         return
     now = opt.plan
-    holds = not now.ratios or (now.sampled_batch == batch_size and seen.part(now) <= tolerance)
+    within = seen.part(now) <= tolerance and seen.largest_part(now) <= SLACK * tolerance
+    holds = not now.ratios or (now.sampled_batch == batch_size and within)
     new = with_ratios(now, graph, batch_size, seen, tolerance) if may_change else now.exact_selection()
     if holds and _importance(new) <= (1 + TOLERANCE) * _importance(now):
         return
