@@ -275,6 +275,11 @@ def _take_columns(levels: RowLevels, node: fx.Node, positions: fx.Node, anchor: 
     return levels.emit(aten.t.default, (rows,), anchor)
 
 
+def places(sampler: str, expected: int, available: int) -> int:
+    """Places for the rows that are drawn: three standard deviations more than expected, where draws are independent."""
+    return expected if sampler == "systematic" else min(available, math.ceil(expected + 3 * math.sqrt(expected)))
+
+
 class _Draws:
     """Draws rows inside the graph, from an input of uniform numbers."""
 
@@ -288,8 +293,8 @@ class _Draws:
         self.uniforms: fx.Node | None = None
 
     def room(self, expected: int, available: int) -> int:
-        """Places for the rows that are drawn: three standard deviations more than expected, where draws are independent."""
-        return expected if self.sampler == "systematic" else min(available, math.ceil(expected + 3 * math.sqrt(expected)))
+        """See `places`."""
+        return places(self.sampler, expected, available)
 
     def rows(self, levels: RowLevels, weights: fx.Node, expected: int, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Positions of the kept rows and their scale."""

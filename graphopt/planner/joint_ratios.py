@@ -15,7 +15,7 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.segments import find_segments
 from graphopt.analysis.weight_products import WeightProduct, find_weight_products
 from graphopt.graph import TrainingGraph
-from graphopt.passes.vcas import TOKENS
+from graphopt.passes.vcas import TOKENS, Vcas, places
 from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.joint_plan import make_problem
 from graphopt.planner.memory_limit import MemoryLimit
@@ -117,26 +117,27 @@ def _problem(plan: Plan, graph: TrainingGraph, profile: FlopProfile, seen: Varia
     everything = replace(plan, train=candidates(plan) & set(names)).before_sampling()
     rewritten = for_loss_alone(everything.rewrite(graph)[0])
     own = tuple(seen.own.get(name, 0.0) for name in names)
+    sampler = next(p.sampler for p in plan.passes if isinstance(p, Vcas))
     samples = []
     for product in find_weight_products(rewritten):
         weight = product.name.split(" #")[0]
         if product.name in seen.added and weight in names:
             most = tolerance * own[names.index(weight)]
-            levels = _levels(product, rewritten, graph.batch_size, seen.added[product.name], most)
+            levels = _levels(product, rewritten, sampler, seen.added[product.name], most)
             samples.append(SampledTerms(product.name, names.index(weight), levels))
     return replace(problem, segments=segments, samples=tuple(s for s in samples if s.levels), batch_variance=own)
 
 
 def _levels(
-    product: WeightProduct, graph: TrainingGraph, batch_size: int, added: Sequence[float], most: float
+    product: WeightProduct, graph: TrainingGraph, sampler: str, added: Sequence[float], most: float
 ) -> tuple[KeepLevel, ...]:
     """How many terms may be kept, with the variance that leaving out the others adds, at most `most`."""
     left, right = (node.meta["val"].shape for node in product.node.args)  # type: ignore[union-attr]
-    outer, terms = (graph.at(size, batch_size) for size in left)
-    inner = graph.at(right[1], batch_size)
+    outer, terms = (graph.at(size, graph.batch_size) for size in left)
+    inner = graph.at(right[1], graph.batch_size)
     found = []
     for level, variance in enumerate(added[:-1], start=1):
-        kept = max(1, -(-level * terms // LEVELS))
+        kept = places(sampler, max(1, -(-level * terms // LEVELS)), terms)
         if kept < terms and variance <= most:
             found.append(KeepLevel(level / LEVELS, 2 * outer * inner * (terms - kept), variance))
     return tuple(found)
