@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.segments import find_segments
-from graphopt.analysis.weight_products import WeightProduct, find_weight_products
+from graphopt.analysis.weight_products import find_weight_products
 from graphopt.graph import TrainingGraph
 from graphopt.passes.vcas import TOKENS, Vcas, places
 from graphopt.planner.flops_limit import FlopsLimit
@@ -77,24 +77,33 @@ def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Varianc
     exact = plan.exact_selection()
     importance = plan.importance
     assert importance is not None
-    assert exact.train is not None
     graph = replace(graph, batch_size=batch_size)
     profile = flop_profile(graph).at(batch_size)
-    problem = _problem(exact, graph, profile, seen, tolerance)
+    trained = frozenset(profile.order) & (exact.train or frozenset())  # a tensor may have been frozen since
+    if not trained:
+        return exact
+    measured = _products(replace(exact, train=candidates(plan)), graph)
+    problem = _problem(exact, graph, profile, seen, tolerance, measured)
     limit = FlopsLimit(exact, graph, profile)
-    most, spare = limit.most, limit.saved(exact.train)
+    most, spare = limit.most, limit.saved(trained)
     unseen = 0
     if plan.memory is not None:
-        trained = [k for k, name in enumerate(problem.costs.names) if name in exact.train]
-        unseen = _peak(exact, graph, plan.memory) - evaluate(problem, trained, (), ())[1]
+        now = [k for k, name in enumerate(problem.costs.names) if name in trained]
+        unseen = _peak(exact, graph, plan.memory) - evaluate(problem, now, (), ())[1]
     for _ in range(ROUNDS):
         bytes_left = None if plan.memory is None else plan.memory.peak_bytes - unseen
         found = solve(problem, most + spare, bytes_left, tolerance, may_compress=False, may_recompute=False)
         if found is None or not found.kept:
             return exact
         sampled = _planned(exact, problem, profile, found, batch_size)
-        if importance.of(sampled.train or ()) <= importance.of(exact.train):
+        if importance.of(sampled.train or ()) <= importance.of(trained):
             return exact
+        there = _products(sampled, graph)
+        sites = {problem.samples[p].site for p, _ in found.kept}
+        others = {site for site in sites if there.get(site) != measured[site]}
+        if others:  # where less is trained, adapters' products can have another order, with another variance
+            problem = replace(problem, samples=tuple(s for s in problem.samples if s.site not in others))
+            continue
         reports = replace(sampled, unsampled=None).rewrite(graph, batch_size)[1]
         flops = reports[-1].step_flops_after
         peak = 0 if plan.memory is None else _peak(sampled, graph, plan.memory)
@@ -107,34 +116,45 @@ def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Varianc
     return exact
 
 
-def _problem(plan: Plan, graph: TrainingGraph, profile: FlopProfile, seen: Variances, tolerance: float) -> Problem:
+def _products(plan: Plan, graph: TrainingGraph) -> dict[str, tuple[int, int, int]]:
+    """The sizes (m, rows, n) of every product that may be sampled, by its site."""
+    rewritten = for_loss_alone(plan.before_sampling().rewrite(graph)[0])
+    found = {}
+    for product in find_weight_products(rewritten):
+        left, right = (node.meta["val"].shape for node in product.node.args)  # type: ignore[union-attr]
+        outer, terms, inner = (rewritten.at(size, graph.batch_size) for size in (*left, right[1]))
+        found[product.name] = (outer, terms, inner)
+    return found
+
+
+def _problem(
+    plan: Plan,
+    graph: TrainingGraph,
+    profile: FlopProfile,
+    seen: Variances,
+    tolerance: float,
+    products: Mapping[str, tuple[int, int, int]],
+) -> Problem:
     """The program's numbers; segments that the plan computes again keep nothing, and no others are."""
     limited = plan if plan.memory is not None else replace(plan, memory=MemoryLimit(0, "aot_eager", None))
     problem = make_problem(limited, graph, profile, plan.importance, None)
     names = problem.costs.names
     again = {i for i, segment in enumerate(find_segments(graph)) if segment.name in plan.recompute}
     segments = tuple((0, 0) if i in again else kind for i, kind in enumerate(problem.segments))
-    everything = replace(plan, train=candidates(plan) & set(names)).before_sampling()
-    rewritten = for_loss_alone(everything.rewrite(graph)[0])
     own = tuple(seen.own.get(name, 0.0) for name in names)
     sampler = next(p.sampler for p in plan.passes if isinstance(p, Vcas))
     samples = []
-    for product in find_weight_products(rewritten):
-        weight = product.name.split(" #")[0]
-        if product.name in seen.added and weight in names:
+    for site, sizes in products.items():
+        weight = site.split(" #")[0]
+        if site in seen.added and weight in names:
             most = tolerance * own[names.index(weight)]
-            levels = _levels(product, rewritten, sampler, seen.added[product.name], most)
-            samples.append(SampledTerms(product.name, names.index(weight), levels))
+            samples.append(SampledTerms(site, names.index(weight), _levels(sizes, sampler, seen.added[site], most)))
     return replace(problem, segments=segments, samples=tuple(s for s in samples if s.levels), batch_variance=own)
 
 
-def _levels(
-    product: WeightProduct, graph: TrainingGraph, sampler: str, added: Sequence[float], most: float
-) -> tuple[KeepLevel, ...]:
+def _levels(sizes: tuple[int, int, int], sampler: str, added: Sequence[float], most: float) -> tuple[KeepLevel, ...]:
     """How many terms may be kept, with the variance that leaving out the others adds, at most `most`."""
-    left, right = (node.meta["val"].shape for node in product.node.args)  # type: ignore[union-attr]
-    outer, terms = (graph.at(size, graph.batch_size) for size in left)
-    inner = graph.at(right[1], graph.batch_size)
+    outer, terms, inner = sizes
     found = []
     for level, variance in enumerate(added[:-1], start=1):
         kept = places(sampler, max(1, -(-level * terms // LEVELS)), terms)

@@ -61,7 +61,10 @@ def make_plan(
 
     # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
     compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
-    return within_memory(plan, graph, Means(freeze, compress), rate)
+    plan = within_memory(plan, graph, Means(freeze, compress), rate)
+    if plan.selection is None and any(isinstance(p, Vcas) and p.jointly for p in plan.passes):
+        plan = replace(plan, not_needed={**plan.not_needed, Vcas.name: "everything is trained within the FLOPs"})
+    return plan
 
 
 def compressed_weights(plan: Plan, compression: Lsp, graph: TrainingGraph) -> tuple[str, ...]:

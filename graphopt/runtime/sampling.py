@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import InputError
+from graphopt.errors import InputError, PassError
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
 from graphopt.planner.joint_ratios import Variances, candidates
 from graphopt.planner.plan import Ratios
@@ -249,6 +249,8 @@ class SamplingController:
     def _choose(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
         """Choose what is trained together with the ratios of terms (see `choose`); returns what `_lower` does."""
         graph, size = self.opt.captured(batch)
+        if not graph.symbolic:
+            raise PassError(f"the batch is not symbolic: {graph.static_reason}")
         require_memory(self.opt.plan, graph, size)
         step = self.opt.measuring_step(batch, self.rewrite.seed + 1, candidates(self.opt.plan))
         self._calibrations += 1

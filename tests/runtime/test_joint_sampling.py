@@ -245,6 +245,61 @@ def test_where_everything_fits_nothing_is_measured() -> None:
     run = Run(flops=1.0)
     assert isinstance(run.opt.controller, IdleController)
     assert [run.step(batch) for batch in data(5)] == [1.0] * 5
+    assert run.opt.report.plan is not None
+    assert "everything is trained" in run.opt.report.plan.not_needed["vcas"]
+
+
+def test_what_is_frozen_meanwhile_is_left_out() -> None:
+    run = Run()
+    frozen = [name for name in run.opt.selected if name.endswith("weight")][:2]
+    for i, batch in enumerate(data(9)):
+        if i == 1:
+            for name in frozen:
+                run.model.get_parameter(name).requires_grad_(False)
+        run.step(batch)
+    assert len(run.opt.controller.history) == 2  # type: ignore[union-attr]
+    assert not run.opt.report.notes
+    assert all(run.model.get_parameter(name).grad is None for name in frozen)
+
+
+class Fixed(Stack):
+    """A batch size that the code fixes."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(x.reshape(16, -1, 64), labels)
+
+
+def test_a_batch_that_the_code_fixes_is_not_sampled() -> None:
+    torch.manual_seed(0)
+    model = Fixed()
+    passes = ["greentrainer", Vcas(every=2, jointly=True)]
+    opt = graphopt.optimize(model, data(1)[0], graphopt.Budget(flops=0.6, variance=0.6), passes, "aot_eager")
+    for batch in data(5):
+        opt(*batch).backward()
+        opt.controller.after_step(batch)  # type: ignore[union-attr]
+    assert opt.sample_ratios == ()
+
+
+def test_adapters_are_sampled_in_the_order_that_is_chosen_for_them() -> None:
+    """Adapters' products, reordered, are products like others: FLOPs stay within the limit, and gradients finite."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    names = [f"layers.{i}" for i in range(12)]
+    model = get_peft_model(Stack(), LoraConfig(r=16, target_modules=names, modules_to_save=["head"]))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    passes = ["greentrainer", "runlora", Vcas(every=2, jointly=True)]
+    budget = graphopt.Budget(flops=0.75, variance=3.0)
+    opt = graphopt.optimize(model, data(1)[0], budget, passes, "aot_eager", optimizer=optimizer)
+    for batch in data(6):
+        opt(*batch).backward()
+        reports = opt.last_step.reports
+        assert reports[-1].step_flops_after <= 0.75 * reports[0].step_flops_before
+        optimizer.step()
+        optimizer.zero_grad()
+        opt.controller.after_step(batch)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    assert not opt.report.notes
 
 
 def test_what_cannot_be_chosen_jointly_is_refused() -> None:
