@@ -40,7 +40,7 @@ def choose(
     new = with_ratios(now, graph, batch_size, seen, tolerance) if may_change else now.exact_selection()
     if holds and _importance(new) <= (1 + TOLERANCE) * _importance(now):
         return
-    if new.ratios and (reason := opt.mixing_under(new, batch)):
+    if new.ratios and (reason := opt.mixing_under(new, batch) or _too_large(new, opt.graph, batch_size)):
         opt.note(f"no more tensors are trained by sampling: {reason}")
         new = now.exact_selection()
     if new.key != now.key:
@@ -62,6 +62,14 @@ def require_memory(plan: Plan, graph: TrainingGraph, batch_size: int) -> None:
             f"measuring the variances of all tensors that may be trained takes {peak:,} bytes, and the budget has "
             f"{plan.memory.peak_bytes:,}"
         )
+
+
+def _too_large(plan: Plan, graph: TrainingGraph, batch_size: int) -> str:
+    """Why a plan that fits batches like the last does not fit those that the budget was given for; "" if it does."""
+    if plan.memory is None or not graph.symbolic:
+        return ""
+    peak = plan.memory.peak_of(plan.rewrite(graph, batch_size)[0], batch_size)
+    return "" if peak <= plan.memory.peak_bytes else f"a step of the example's shape would need {peak:,} bytes"
 
 
 def _importance(plan: Plan) -> float:

@@ -214,6 +214,11 @@ def test_memory_holds_as_well() -> None:
     assert run.opt.sample_ratios
     assert run.opt.plan.memory is not None
     assert run.opt.plan.memory.peak_of(run.opt.plan.rewrite(graph, size)[0], size) <= limit
+    short = Run(memory=limit)  # measured on short batches, and still within the limit on those like the example
+    for batch in data(5, tokens=4):
+        short.step(batch)
+    assert short.opt.plan.memory is not None
+    assert short.opt.plan.memory.peak_of(short.opt.plan.rewrite(graph, size)[0], size) <= limit
     tight = Run(memory=int(0.6 * limit))
     with warnings_of() as texts:
         for batch in data(5):
