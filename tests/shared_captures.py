@@ -55,7 +55,8 @@ def _fingerprint(model: nn.Module, arguments: tuple[Any, ...]) -> str | None:
     """Of all that a trace depends on; None where that cannot be told."""
     inputs, tensors, *rest = arguments
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    surroundings = torch.get_default_dtype(), torch.is_grad_enabled(), autocast
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    surroundings = torch.get_default_dtype(), deterministic, torch.is_grad_enabled(), autocast
     file = io.BytesIO()
     try:
         _Pickler(file, (*inputs.tensors, *tensors)).dump((surroundings, model, inputs, tensors, rest))

@@ -1,8 +1,8 @@
 """Compiled steps: one per (call signature, plan, batch size), made when first needed, kept in bounded caches.
 
 A new batch size is a substitution into the captured graph; a new call signature (sequence length, dtype, training flags,
-`requires_grad` flags, autocast) is a capture, and so is another state of the model in Python (attributes that forward() looks at,
-submodules, hooks). Both caches evict the least recently used entry.
+`requires_grad` flags, autocast, torch's default dtype and the like) is a capture, and so is another state of the model in Python
+(attributes that forward() looks at, submodules, hooks). Both caches evict the least recently used entry.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ class Variants:
             model.append(module.training)
             held = (*module._parameters.values(), *module._buffers.values())
             model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
-        return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs))
+        return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs), _settings())
 
 
 def draws(node: fx.Node) -> bool:
@@ -321,6 +321,11 @@ def draws(node: fx.Node) -> bool:
         return False
     defaults = compat.argument_defaults(node.target)
     return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get("dropout_p") != 0.0
+
+
+def _settings() -> tuple[Any, ...]:
+    """Settings of torch that decide which kernels a captured graph has."""
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
 
 
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:

@@ -82,6 +82,34 @@ def test_a_flop_counter_around_a_call_that_is_traced_counts_the_step_alone() -> 
     assert counter.get_total_flops() == 2 * 11 * (11 + 11 + 3)  # forward, and the first weight, the last, and between them
 
 
+class Positions(nn.Module):
+    """Adds numbers of torch's default type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * torch.linspace(0, 1, x.shape[1], device=x.device)
+
+
+def test_settings_of_torch_that_change_between_steps_take_effect() -> None:
+    model, x = Positions(), torch.randn(3, 4)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    assert opt(x).dtype == torch.float32
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert opt(x).dtype == model(x).dtype == torch.float64
+        torch.use_deterministic_algorithms(True)
+        torch.testing.assert_close(opt(x), model(x))
+        assert opt.counters.captures == 3
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_dtype(torch.float32)
+    assert opt(x).dtype == torch.float32
+    assert opt.counters.captures == 3
+
+
 def test_caches_are_bounded() -> None:
     cache: BoundedCache[int, int] = BoundedCache(3)
     for i in range(5):
