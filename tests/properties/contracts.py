@@ -75,7 +75,7 @@ class Request:
 COMBINATIONS = [
     (), ("flops",), ("vcas",), ("lsp",), ("runlora",), ("train",), ("flops", "runlora"), ("flops", "vcas"), ("train", "vcas"),
     ("train", "lsp"), ("runlora", "lsp"), ("runlora", "vcas"), ("train", "runlora", "vcas", "lsp"), ("memory",),
-    ("flops", "memory"), ("vcas", "lsp"),
+    ("flops", "memory"), ("vcas", "lsp"), ("flops", "joint"), ("flops", "runlora", "joint"),
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def check(model: Network, wanted: Sequence[Request]) -> list[str]:
     references = [eager(model, model.inputs(size, seed=i)) for i, size in enumerate(model.sizes)]
     with captured_once(), Warnings() as warnings:
         outcomes = [outcome(model, request, references) for request in wanted]
-    fallen_back = [text for text in warnings.texts if "could not be compiled" in text]
+    fallen_back = [text for text in warnings.texts if "could not be compiled" in text or "calibration" in text]
     assert not fallen_back, fallen_back[0]
     return outcomes
 
@@ -209,6 +209,8 @@ def hold(model: Network, request: Request, references: Sequence[Run]) -> None:
     model.load_state_dict(fresh)
     if "vcas" in request.passes and model.output != "two losses":
         check_expectation(model, opt)
+    if "joint" in request.passes and model.output != "two losses":
+        check_calibrated(model, opt)
 
 
 def eager(model: Network, inputs: tuple[Tensor, ...]) -> Run:
@@ -230,11 +232,14 @@ def optimized(model: Network, request: Request, expected: Run) -> Any:
         passes.append(RunLora(order=request.order, criterion="flops"))
     if "vcas" in request.passes:
         passes.append(Vcas(keep_rows=request.keep_rows, keep_tokens=request.keep_tokens))
+    if "joint" in request.passes:
+        passes.append(Vcas(every=2, jointly=True))
     if "lsp" in request.passes:
         passes.append(Lsp(subspace=request.subspace, nonzeros=1, criterion="flops", iterations=3))
     budget = Budget(
         flops=max(request.share, 0.01) if "flops" in request.passes else None,
         memory=1 if "memory" in request.passes else None,
+        variance=3.0 if "joint" in request.passes else None,
     )
     options = {"passes": "auto" if "memory" in request.passes else passes, "backend": request.backend}
     for _ in range(2):
@@ -298,6 +303,24 @@ def close(ours: Tensor, exact: Tensor, what: str, scale: float | None = None) ->
     scale = max(float(exact.abs().max()), 1e-6 if scale is None else scale)
     error = float((ours - exact).abs().max()) / scale
     assert error <= TOLERANCE, f"{what} is {error:.1e} of the largest entry off"
+
+
+def check_calibrated(model: Network, opt: Any) -> None:
+    """Whatever is chosen with ratios, a step has gradients of what is selected alone, and keeps to the FLOPs."""
+    for k in range(5):
+        inputs = model.inputs(model.sizes[0], seed=10 + k)
+        ours, expected = step(model, opt, inputs), eager(model, inputs)
+        full = opt.last_step.reports[0].step_flops_before
+        assert flop_profile(opt.last_step.graph).step <= opt.budget.flops * full, "over budget after a calibration"
+        sampled = opt.last_step.sampled_part < 1
+        for name, gradient in expected.gradients.items():
+            found = ours.gradients[name]
+            if name not in opt.selected or gradient is None:
+                assert found is None, f"{name} has a gradient after a calibration"
+            elif sampled or not opt.sample_ratios:
+                assert found is not None, f"no gradient of {name} after a calibration"
+                assert torch.isfinite(found).all(), f"gradient of {name} is not finite after a calibration"
+        opt.controller.after_step(inputs)
 
 
 def check_expectation(model: Network, opt: Any) -> None:
