@@ -2,7 +2,7 @@
 
 At each boundary the gradient is multiplied by a scale per sample (1 / p of those kept, 0 for the others), with the number kept as
 an input. The gradients are those of the sampled step; the backward also returns the samples' norms and the variance that keeping
-some terms of each weight's gradient would add (VCAS, Eq. 3): as many as the input says, and every multiple of 1 / LEVELS of them.
+some terms of each weight's gradient would add (VCAS, Eq. 3).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Probe:
 
     Attributes:
         graph: with inputs `COUNTS` and `InputDesc("random", seed)`; its backward returns slots
-            "norms <boundary>", "variance <weight>" and "variances <weight>".
+            "norms <boundary>" and "variance <weight>"; or, see `make_term_probe`, "variances <weight>".
         parents: the boundary above each boundary, from the output to the input.
         tokens: rows per sample of each weight's product, and the boundary above it.
     """
@@ -53,12 +53,13 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
     sites = len(boundaries) + len(products)
     example = measured.placeholders[0].meta["val"]
     counts = measured.add_input(COUNTS, fake_like(example, (sites,), torch.int64))
-    uniforms = measured.add_input(InputDesc("random", seed), fake_like(example, (sites,), torch.float64))
+    uniforms = measured.add_input(InputDesc("random", seed), fake_like(example, (2 * sites,), torch.float64))
     levels = RowLevels(measured, [], lambda *_: (counts, counts))
 
     def scales(weights: fx.Node, site: int, anchor: fx.Node) -> fx.Node:
-        numbers = [levels.emit(aten.select.int, (source, 0, site), anchor) for source in (uniforms, counts)]
-        return levels.emit(torch.ops.graphopt.row_scales.default, (weights, *numbers), anchor)
+        numbers = levels.emit(aten.slice.Tensor, (uniforms, 0, 2 * site, 2 * site + 2), anchor)
+        count = levels.emit(aten.select.int, (counts, 0, site), anchor)
+        return levels.emit(torch.ops.graphopt.row_scales.default, (weights, numbers, count), anchor)
 
     above: dict[fx.Node, str | None] = {}
     parents: dict[str, str | None] = {}
@@ -76,16 +77,35 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
     tokens = {}
     for site, product in enumerate(products, start=len(boundaries)):
         node = product.node
-        operands = ((node.args[0], 1), (node.args[1], 0))
-        sizes = tuple(levels.row_norms(n, BatchDim(dim, 1), node) for n, dim in operands)  # type: ignore[arg-type]
-        weights = levels.emit(aten.mul.Tensor, sizes, node)
+        weights = _weights(levels, node)
         variance = levels.emit(operator.getitem, (scales(weights, site, node), 1), node)
         measured.add_backward_output(f"variance {product.name}", variance)
-        by_level = levels.emit(torch.ops.graphopt.level_variances.default, (weights, LEVELS), node)
-        measured.add_backward_output(f"variances {product.name}", by_level)
         tokens[product.name] = (product.tokens, above.get(node))
     measured.module.recompile()
     return Probe(measured, parents, tokens)
+
+
+def make_term_probe(graph: TrainingGraph) -> Probe:
+    """A graph that samples nothing and returns, as slot "variances <weight>", the variance that keeping every multiple of
+    1 / LEVELS of the terms of each weight's gradient would add; `graph` itself stays as it is.
+    """
+    measured = for_loss_alone(graph).clone()
+    levels = RowLevels(measured, [], lambda weights, *_: (weights, weights))
+    tokens: dict[str, tuple[int, str | None]] = {}
+    for product in find_weight_products(measured):
+        args = (_weights(levels, product.node), LEVELS)
+        by_level = levels.emit(torch.ops.graphopt.level_variances.default, args, product.node)
+        measured.add_backward_output(f"variances {product.name}", by_level)
+        tokens[product.name] = (product.tokens, None)
+    measured.module.recompile()
+    return Probe(measured, {}, tokens)
+
+
+def _weights(levels: RowLevels, product: fx.Node) -> fx.Node:
+    """|dZ_i| |Z_i| of each term of a product."""
+    operands = ((product.args[0], 1), (product.args[1], 0))
+    sizes = tuple(levels.row_norms(n, BatchDim(dim, 1), product) for n, dim in operands)  # type: ignore[arg-type]
+    return levels.emit(aten.mul.Tensor, sizes, product)
 
 
 def _back_to(node: fx.Node, end: fx.Node) -> set[fx.Node]:

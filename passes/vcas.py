@@ -299,7 +299,7 @@ class _Draws:
     def rows(self, levels: RowLevels, weights: fx.Node, expected: int, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Positions of the kept rows and their scale."""
         if self.sampler == "systematic":
-            args: tuple[Any, ...] = (weights, self._numbers(levels, None, anchor), count)
+            args: tuple[Any, ...] = (weights, self._numbers(levels, 2, anchor), count)
             drawn = levels.emit(torch.ops.graphopt.systematic_rows.default, args, anchor)
         else:
             available = self.graph.at(weights.meta["val"].shape[0], self.graph.batch_size)
@@ -307,14 +307,12 @@ class _Draws:
             drawn = levels.emit(torch.ops.graphopt.bernoulli_rows.default, args, anchor)
         return levels.emit(operator.getitem, (drawn, 0), anchor), levels.emit(operator.getitem, (drawn, 1), anchor)
 
-    def _numbers(self, levels: RowLevels, count: int | None, anchor: fx.Node) -> fx.Node:
+    def _numbers(self, levels: RowLevels, count: int, anchor: fx.Node) -> fx.Node:
         if self.uniforms is None:
             example = self.graph.placeholders[0].meta["val"]
             self.uniforms = self.graph.add_input(InputDesc("random", self.seed), fake_like(example, (2**40,), torch.float64))
         start = self.used
-        self.used += count or 1
-        if count is None:
-            return levels.emit(aten.select.int, (self.uniforms, 0, start), anchor)
+        self.used += count
         return levels.emit(aten.slice.Tensor, (self.uniforms, 0, start, start + count), anchor)
 
     def finish(self) -> None:

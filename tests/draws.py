@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.calls import as_call, flatten_call
 from graphopt.graph import TrainingGraph
-from graphopt.ops.sampling import filled_probabilities
+from graphopt.ops.sampling import filled_probabilities, shuffled
 from tests import zoo
 
 
@@ -37,6 +37,10 @@ def made(name: str, batch: int, dtype: torch.dtype = torch.float64) -> tuple[nn.
     return GroupNormNet().to(dtype), (torch.randn(batch, 3, 6, 6, dtype=dtype), torch.arange(batch) % 4)
 
 
+ORDER = 0.25
+"""Decides the order of rows; with any, the expectation is the same."""
+
+
 def drawn_operators(node: fx.Node) -> bool:
     return node.target is torch.ops.graphopt.systematic_rows.default
 
@@ -52,7 +56,8 @@ class Draws(fx.Interpreter):
         if drawn_operators(n):
             weights, count = self.fetch_args_kwargs_from_env(n)[0][0], n.args[2]
             p, _ = filled_probabilities(weights, count)  # type: ignore[arg-type]
-            self.cuts.append(sorted({0.0, 1.0, *(float(e) % 1.0 for e in p.cumsum(0))}))
+            order = shuffled(len(p), torch.tensor(ORDER))
+            self.cuts.append(sorted({0.0, 1.0, *(float(e) % 1.0 for e in p[order].cumsum(0))}))
         return super().run_node(n)
 
 
@@ -73,7 +78,8 @@ def expectation(graph: TrainingGraph, model: nn.Module, inputs: Any) -> dict[str
                 shape = [graph.at(size, graph.batch_size) for size in recorded.shape]
                 values.append(torch.full(shape, 0.0 if shape else 1.0, dtype=recorded.dtype))
             elif desc.kind == "random":
-                values.append(torch.tensor([*uniforms, *[0.5] * (sites - len(uniforms))], dtype=torch.float64))
+                firsts = [*uniforms, *[0.5] * (sites - len(uniforms))]
+                values.append(torch.tensor([[first, ORDER] for first in firsts], dtype=torch.float64).flatten())
             else:
                 values.append(tensors[desc.target].detach())
         interpreter = Draws(graph)

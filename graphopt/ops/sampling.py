@@ -25,7 +25,11 @@ def capped_probabilities(weights: Tensor, count: float) -> Tensor:
     Source: VCAS, section 4.1; capping as in its reference implementation (water-filling), made scale-invariant.
     """
     x = _comparable(weights)
-    ordered = torch.sort(x, descending=True).values
+    return _capped(x, torch.sort(x, descending=True).values, count)
+
+
+def _capped(x: Tensor, ordered: Tensor, count: float) -> Tensor:
+    """`capped_probabilities` of comparable weights; `ordered` are the same from the largest on."""
     positions = torch.arange(x.numel(), dtype=x.dtype, device=x.device)
     rest = ordered.flip(0).cumsum(0).flip(0)  # what the rows from j on weigh, if the j heaviest are capped
     factor = (count - positions) / rest
@@ -51,20 +55,34 @@ _NEGLIGIBLE = 1e-9
 
 def filled_probabilities(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`capped_probabilities`, with what is missing to `count` shared by the rows of weight zero; and which those are."""
-    p = capped_probabilities(weights, count)
+    return _filled(capped_probabilities(weights, count), count)
+
+
+def _filled(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """See `filled_probabilities`."""
     spare = p <= 0
     return torch.where(spare, (count - p.sum()) / spare.sum().clamp(min=1), p).clamp(0.0, 1.0), spare
 
 
-def systematic_rows(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def shuffled(number: int, uniform: Tensor) -> Tensor:
+    """(number,) int64: an order of rows that follows from one number in [0, 1), and looks random (splitmix64 of its bits)."""
+    x = (uniform.to(torch.float64) * 2.0**53).to(torch.int64)
+    x = x + torch.arange(1, number + 1, device=uniform.device) * -7046029254386353131
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -7723592293110705685
+    return (x ^ (x >> 31 & (1 << 33) - 1)).argsort()
+
+
+def systematic_rows(weights: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Exactly `count` different rows, row i with probability p_i = `capped_probabilities(weights, count)`.
 
-    The probabilities are laid end to end, and every point u, u + 1, ... falls on a row: one uniform number gives all rows.
+    The probabilities are laid end to end in a random order, and every point u, u + 1, ... falls on a row: two uniform numbers
+    give all rows. In the rows' own order the points could fall on the same token of every sample, whose errors do not cancel.
     Rows of weight zero only fill up what others leave, since nothing depends on them.
 
     Args:
         weights: (N,) importance of each row.
-        uniform: () a number in [0, 1).
+        uniforms: (2,) numbers in [0, 1): the first point u, and what the order follows from.
         count: rows kept, at most N.
     Returns:
         rows: (count,) int64, increasing.
@@ -72,12 +90,14 @@ def systematic_rows(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tenso
         variance: () float64, sum of (1 / p - 1) weights^2: the variance that independent draws would have (VCAS, Eq. 3).
     """
     p, spare = filled_probabilities(weights, count)
-    ends = p.cumsum(0)
+    order = shuffled(weights.numel(), uniforms[1])
+    ends = p[order].cumsum(0)
     ends = ends * (count / ends[-1])
-    points = torch.arange(count, dtype=ends.dtype, device=ends.device) + uniform.to(ends.dtype)
+    points = torch.arange(count, dtype=ends.dtype, device=ends.device) + uniforms[0].to(ends.dtype)
     found = torch.searchsorted(ends, points, right=True)
-    order = torch.arange(count, device=ends.device)
-    rows = (found - order).cummax(0).values.clamp(0, weights.numel() - count) + order  # rounding must not draw a row twice
+    places = torch.arange(count, device=ends.device)
+    found = (found - places).cummax(0).values.clamp(0, weights.numel() - count) + places  # rounding must not draw a row twice
+    rows = order[found].sort().values
     scale = torch.where(spare & (p < _NEGLIGIBLE), torch.ones_like(p), 1 / p)
     return rows, scale[rows], _variance(weights, p, spare)
 
@@ -112,7 +132,7 @@ def _variance(weights: Tensor, probabilities: Tensor, ignored: Tensor) -> Tensor
     return torch.where(ignored, torch.zeros_like(terms), terms).sum()
 
 
-def row_scales(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def row_scales(weights: Tensor, uniforms: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     """`systematic_rows` without leaving rows out: the scale of every row, 0 for those not kept.
 
     Args:
@@ -124,7 +144,7 @@ def row_scales(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor,
     kept = int(count)
     if kept >= weights.numel():
         return torch.ones_like(weights, dtype=torch.float64), torch.zeros((), dtype=torch.float64, device=weights.device)
-    rows, scale, variance = systematic_rows(weights, uniform, kept)
+    rows, scale, variance = systematic_rows(weights, uniforms, kept)
     return torch.zeros_like(weights, dtype=torch.float64).index_copy(0, rows, scale), variance
 
 
@@ -134,16 +154,18 @@ def level_variances(weights: Tensor, levels: int) -> Tensor:
     Returns:
         (levels,) float64: of keeping 1 / levels, 2 / levels, ... of the rows; the last is 0.
     """
+    x = _comparable(weights)
+    ordered = torch.sort(x, descending=True).values
     found = []
     for level in range(1, levels):
         count = max(1, -(-level * weights.numel() // levels))
-        found.append(_variance(weights, *filled_probabilities(weights, count)))
+        found.append(_variance(weights, *_filled(_capped(x, ordered, count), count)))
     return torch.stack([*found, torch.zeros((), dtype=torch.float64, device=weights.device)])
 
 
-library.define("systematic_rows(Tensor weights, Tensor uniform, int count) -> (Tensor, Tensor, Tensor)")
+library.define("systematic_rows(Tensor weights, Tensor uniforms, int count) -> (Tensor, Tensor, Tensor)")
 library.define("bernoulli_rows(Tensor weights, Tensor uniforms, int count, int capacity) -> (Tensor, Tensor, Tensor)")
-library.define("row_scales(Tensor weights, Tensor uniform, Tensor count) -> (Tensor, Tensor)")
+library.define("row_scales(Tensor weights, Tensor uniforms, Tensor count) -> (Tensor, Tensor)")
 library.define("level_variances(Tensor weights, int levels) -> Tensor")
 library.impl("systematic_rows", systematic_rows, "CompositeExplicitAutograd")
 library.impl("bernoulli_rows", bernoulli_rows, "CompositeExplicitAutograd")
@@ -157,7 +179,7 @@ def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.register_fake("graphopt::systematic_rows", lib=library)
-def _(weights: Tensor, uniform: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _(weights: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return _rows_like(weights, count)
 
 
@@ -167,7 +189,7 @@ def _(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Ten
 
 
 @torch.library.register_fake("graphopt::row_scales", lib=library)
-def _(weights: Tensor, uniform: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+def _(weights: Tensor, uniforms: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(weights, dtype=torch.float64), torch.empty((), dtype=torch.float64, device=weights.device)
 
 

@@ -68,20 +68,27 @@ def candidates(plan: Plan) -> frozenset[str]:
 def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Variances, tolerance: float) -> Plan:
     """The plan that trains the most important tensors within all limits of its budget; `exact_selection` where that is best.
 
+    Where all of what the plan trains without sampling is frozen by now, something else is selected for such steps first.
+
     Args:
         plan: with a selection, and an adaptive sampler among its passes.
         graph, batch_size: for which ratios are chosen.
         tolerance: variance that sampling may add, as a part of the mini-batch's own: to all gradients together and, as in the
             paper (VCAS, Eq. 7), to each weight's.
+    Raises:
+        BudgetError: the FLOPs leave nothing to train of what is not frozen.
     """
     exact = plan.exact_selection()
     importance = plan.importance
     assert importance is not None
     graph = replace(graph, batch_size=batch_size)
     profile = flop_profile(graph).at(batch_size)
-    trained = frozenset(profile.order) & (exact.train or frozenset())  # a tensor may have been frozen since
+    if not exact.trains_any_of(graph):  # all of it was frozen since
+        selection = FlopsLimit(exact, graph, profile).select(importance)
+        exact = replace(exact, train=frozenset(selection.names), selection=selection)
+    trained = frozenset(profile.order) & (exact.train or frozenset())
     if not trained:
-        return exact
+        return plan
     measured = _products(replace(exact, train=candidates(plan)), graph)
     problem = _problem(exact, graph, profile, seen, tolerance, measured)
     limit = FlopsLimit(exact, graph, profile)
@@ -106,7 +113,7 @@ def with_ratios(plan: Plan, graph: TrainingGraph, batch_size: int, seen: Varianc
             continue
         reports = replace(sampled, unsampled=None).rewrite(graph, batch_size)[1]
         flops = reports[-1].step_flops_after
-        peak = 0 if plan.memory is None else _peak(sampled, graph, plan.memory)
+        peak = 0 if plan.memory is None else _peak(sampled, graph, plan.memory) + _other_states(problem, trained, found.train)
         excess = 0 if plan.memory is None else peak - plan.memory.peak_bytes
         if flops <= most and excess <= 0:
             assert sampled.selection is not None
@@ -181,8 +188,14 @@ def _planned(plan: Plan, problem: Problem, profile: FlopProfile, found: Allocati
         selection=selection,
         ratios=tuple(sorted(ratios.items())),
         sampled_batch=batch_size,
-        unsampled=plan.train,
+        unsampled=plan.selection,
     )
+
+
+def _other_states(problem: Problem, exact: frozenset[str], trained: Sequence[int]) -> int:
+    """Bytes of the optimizer's states of tensors that only steps train which are not sampled."""
+    others = [k for k, name in enumerate(problem.costs.names) if name in exact and k not in trained]
+    return sum(problem.tensors[k].state for k in others)
 
 
 def _peak(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:

@@ -118,7 +118,7 @@ class Plan:
         memory: the budget's limit on memory.
         ratios: of an adaptive sampler, by site; sites that are not named are kept in full.
         sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
-        unsampled: parameters to train in steps that are computed exactly, where `ratios` were chosen together with `train`, which
+        unsampled: the selection for steps that are computed exactly, where `ratios` were chosen together with `train`, which
             without them would take too many FLOPs; None: the same.
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
         compressed: weights whose gradient is compressed; None: those that can be.
@@ -137,7 +137,7 @@ class Plan:
     memory: MemoryLimit | None = None
     ratios: Ratios = ()
     sampled_batch: int = 0
-    unsampled: frozenset[str] | None = None
+    unsampled: Selection | None = None
     mixing: str = ""
     compressed: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ()
@@ -150,7 +150,8 @@ class Plan:
         """What compiled steps depend on; plans with equal keys give equal steps."""
         passes = tuple(p.name for p in self.passes)
         ratios = self.ratios if self.checking is None else ()
-        return self.train, self.unsampled, self._unmerged, ratios, self.checking, self.offload is not None, passes, self.recompute
+        unsampled = None if self.unsampled is None else frozenset(self.unsampled.names)
+        return self.train, unsampled, self._unmerged, ratios, self.checking, self.offload is not None, passes, self.recompute
 
     @property
     def _unmerged(self) -> frozenset[str]:
@@ -172,11 +173,20 @@ class Plan:
             found = self._rewrite(graph, batch_size)
             if found[1][-1].step_flops_after <= (self.budget.flops or 1.0) * found[1][0].step_flops_before:
                 return found
-        return self.exact_selection()._rewrite(graph, batch_size)
+        exact = self.exact_selection()
+        if not exact.trains_any_of(graph):  # the user has frozen all of them
+            exact = replace(self, unsampled=None, ratios=())
+        return exact._rewrite(graph, batch_size)
 
     def exact_selection(self) -> Plan:
         """The plan of steps that are not sampled, where these train other tensors; else the plan itself."""
-        return self if self.unsampled is None else replace(self, train=self.unsampled, unsampled=None, ratios=())
+        if self.unsampled is None:
+            return self
+        return replace(self, train=frozenset(self.unsampled.names), selection=self.unsampled, unsampled=None, ratios=())
+
+    def trains_any_of(self, graph: TrainingGraph) -> bool:
+        """Whether one of the tensors to train can be trained in a graph."""
+        return self.train is None or any(p.name in self.train for p in graph.trainable)
 
     def _rewrite(self, graph: TrainingGraph, batch_size: int) -> tuple[TrainingGraph, list[PassReport]]:
         reports = []

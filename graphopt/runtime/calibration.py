@@ -31,7 +31,8 @@ class Exact:
     Attributes:
         entries: by batch and parameter, some entries of its gradient.
         norms: of the samples' gradients at every boundary.
-        added: by weight's product, the variance of keeping every multiple of 1 / LEVELS of its terms, as a mean over batches.
+        added: by weight's product, the variance of keeping every multiple of 1 / LEVELS of its terms, as a mean over batches;
+            where the step measures terms alone.
         sizes: number of entries by parameter.
     """
 
@@ -75,13 +76,16 @@ class Measurement:
         probe = self.step.probe
         whole = torch.full((len(probe.parents) + len(probe.tokens),), 2**31, dtype=torch.int64)
         rows: dict[str, list[Tensor]] = {name: [] for name in probe.parents}
-        added: dict[str, list[Tensor]] = {name: [] for name in probe.tokens}
         entries = []
+        added: dict[str, list[Tensor]] = {}
         for i, batch in enumerate(self.batches):
             entries.append(self._entries(batch, whole, i))
-            for found, slot in ((rows, "norms"), (added, "variances")):
-                for name in found:
-                    found[name].append(self.step.lowered.slots[f"{slot} {name}"].detach().cpu())
+            slots = self.step.lowered.slots
+            for name in rows:
+                rows[name].append(slots[f"norms {name}"].detach().cpu())
+            for name in probe.tokens:
+                if f"variances {name}" in slots:
+                    added.setdefault(name, []).append(slots[f"variances {name}"].detach().cpu())
         means = {name: tuple(torch.stack(values).mean(0).tolist()) for name, values in added.items()}
         return Exact(entries, Norms(rows, probe.parents), means, {p.name: math.prod(p.shape) for p in probe.graph.parameters})
 

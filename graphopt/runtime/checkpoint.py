@@ -47,7 +47,7 @@ class _PlanState:
     imprecise: dict[str, float]
     ratios: tuple[tuple[str, float], ...]
     sampled_batch: int
-    unsampled: frozenset[str] | None
+    unsampled: Selection | None
     mixing: str
     recompute: tuple[str, ...]
 
@@ -166,8 +166,8 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
         )
     if repr(saved.passes) != repr(ours.passes):
         raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
-    chosen = set() if saved.selection is None else set(saved.selection.names)
-    unknown = sorted(((saved.train or set()) | (saved.unsampled or set()) | chosen) - set(parameters))
+    chosen = {name for selection in (saved.selection, saved.unsampled) if selection is not None for name in selection.names}
+    unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
     if unknown:
         raise InputError(f"it trains {unknown[0]}, which the model does not have.")
     if saved.sampled_batch < 0 or not all(0 < ratio <= 1 for _, ratio in saved.ratios):

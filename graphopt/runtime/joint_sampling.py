@@ -34,16 +34,19 @@ def choose(
     """
     if not all(math.isfinite(v) for v in (*seen.own.values(), *(v for added in seen.added.values() for v in added))):
         return
-    now = opt.plan
+    now, trainable = opt.plan, frozenset(p.name for p in graph.trainable)
     within = seen.part(now) <= tolerance and seen.largest_part(now) <= SLACK * tolerance
     holds = not now.ratios or (now.sampled_batch == batch_size and within)
+    if not (may_change or holds):
+        opt.note("ratios were chosen anew too often: from now on, what needs no sampling is trained")
     new = with_ratios(now, graph, batch_size, seen, tolerance) if may_change else now.exact_selection()
-    if holds and _importance(new) <= (1 + TOLERANCE) * _importance(now):
+    if holds and _importance(new, trainable) <= (1 + TOLERANCE) * _importance(now, trainable):
         return
     if new.ratios and (reason := opt.mixing_under(new, batch) or _too_large(new, opt.graph, batch_size)):
         opt.note(f"no more tensors are trained by sampling: {reason}")
         new = now.exact_selection()
     if new.key != now.key:
+        new.rewrite(graph, batch_size)  # it can be carried out
         opt.adopt(new)
 
 
@@ -60,7 +63,7 @@ def require_memory(plan: Plan, graph: TrainingGraph, batch_size: int) -> None:
     if peak > plan.memory.peak_bytes:
         raise BudgetError(
             f"measuring the variances of all tensors that may be trained takes {peak:,} bytes, and the budget has "
-            f"{plan.memory.peak_bytes:,}"
+            f"{plan.memory.peak_bytes:,}: give it as many, use a smaller batch, or leave out jointly=True"
         )
 
 
@@ -72,5 +75,5 @@ def _too_large(plan: Plan, graph: TrainingGraph, batch_size: int) -> str:
     return "" if peak <= plan.memory.peak_bytes else f"a step of the example's shape would need {peak:,} bytes"
 
 
-def _importance(plan: Plan) -> float:
-    return plan.importance.of(plan.train or ()) if plan.importance is not None else 0.0
+def _importance(plan: Plan, trainable: frozenset[str]) -> float:
+    return plan.importance.of(trainable & (plan.train or frozenset())) if plan.importance is not None else 0.0

@@ -299,11 +299,12 @@ class OptimizedModule(nn.Module):
         plan = replace(self._plan, ratios=ratios, sampled_batch=size)
         return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
-    def measuring_step(self, batch: Any, seed: int, train: frozenset[str] | None = None) -> MeasuringStep:
+    def measuring_step(self, batch: Any, seed: int | None, train: frozenset[str] | None = None) -> MeasuringStep:
         """A step that samples nothing and measures what sampling would do to ordinary gradients, be they compressed in training;
         kept for as long as the plan and shapes are.
 
         Args:
+            seed: of what it draws; None: it measures terms of weights' gradients alone.
             train: of which parameters; None: of those that are selected.
         """
         if self.subspaces is not None:

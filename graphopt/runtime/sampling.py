@@ -95,6 +95,7 @@ class _State:
     known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
     measured: str
     calibrations: int
+    late: bool
 
 
 class IdleController:
@@ -168,6 +169,7 @@ class SamplingController:
         self._known: dict[Ratios, float] = {(): 1.0}
         self._measured = ""
         self._calibrations = 0
+        self._late = False
 
     @property
     def history(self) -> list[Adaptation]:
@@ -201,11 +203,13 @@ class SamplingController:
             return None
         self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
         self._recent = [*self._recent, as_call(batch)][-BATCHES:]
-        if not self.due.after_step():
+        self._late = self.due.after_step() or self._late
+        if not self._late:
             return None
         batches = self._alike()
         if len(batches) < BATCHES:  # the batch before had another shape
             return None
+        self._late = False
         try:
             return self._calibrate(batch, batches)
         except InputError:
@@ -250,9 +254,9 @@ class SamplingController:
         """Choose what is trained together with the ratios of terms (see `choose`); returns what `_lower` does."""
         graph, size = self.opt.captured(batch)
         if not graph.symbolic:
-            raise PassError(f"the batch is not symbolic: {graph.static_reason}")
+            raise PassError(f"the batch is not symbolic: {graph.static_reason}; such batches are computed exactly")
         require_memory(self.opt.plan, graph, size)
-        step = self.opt.measuring_step(batch, self.rewrite.seed + 1, candidates(self.opt.plan))
+        step = self.opt.measuring_step(batch, None, candidates(self.opt.plan))
         self._calibrations += 1
         exact = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations).exact()
         self.counts.calibrating += len(batches)
@@ -264,7 +268,7 @@ class SamplingController:
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""
-        needed = max(0, BATCHES - self.due.remaining)
+        needed = BATCHES - 1 if self._late else max(0, BATCHES - self.due.remaining)
         state = _State(
             ratios=self.state,
             due=self.due.snapshot(),
@@ -277,6 +281,7 @@ class SamplingController:
             known=tuple(self._known.items()),
             measured=self._measured,
             calibrations=self._calibrations,
+            late=self._late,
         )
         return to_plain(state)
 
@@ -293,7 +298,7 @@ class SamplingController:
             self.state = saved.ratios
             self.counts = _Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
             self._recent, self._known = list(saved.recent), known
-            self._measured, self._calibrations = saved.measured, saved.calibrations
+            self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
 
         return restore
 

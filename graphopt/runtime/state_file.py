@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from graphopt.errors import CheckpointError, InputError
 
-FORMAT, VERSION = "graphopt state", 1
+FORMAT, VERSION = "graphopt state", 2
 
 MOST_BYTES_OF_STRUCTURE = 90_000_000
 """Safetensors reads no header of more than 100 MB."""
@@ -101,6 +101,8 @@ def _checked_kind(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> 
     if version != str(VERSION):
         newer = version.isdecimal() and len(version) < 10 and int(version) > VERSION
         why = f"a newer graphopt wrote it; this one reads version {VERSION}. Update graphopt" if newer else "there is none such"
+        if version.isdecimal() and 0 < int(version[:9]) < VERSION:
+            why = f"an older graphopt wrote it; this one reads version {VERSION}. Finish that run with the graphopt that began it"
         raise InputError(f"{path} has version {version[:20]!r}: {why}.")
     return metadata["state"]
 

@@ -27,7 +27,7 @@ from graphopt.lower import Backend, lower
 from graphopt.planner.independence import mixing_reason
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import adopt_times, are_times, used_times
-from graphopt.probe import make_probe
+from graphopt.probe import make_probe, make_term_probe
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.compiled_step import CompiledStep, MeasuringStep
 from graphopt.runtime.plain_values import from_plain
@@ -178,15 +178,20 @@ class Variants:
         inputs = flatten_call(args, kwargs)
         return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
 
-    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> MeasuringStep:
-        """The measuring step for this call under `plan`; only the last one is kept."""
+    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None) -> MeasuringStep:
+        """The measuring step for this call under `plan`; only the last one is kept.
+
+        Args:
+            seed: of what it draws; None: it measures terms alone, see `make_term_probe`.
+        """
         inputs = flatten_call(args, kwargs)
         signature, graph = self._captured(inputs, args, kwargs)
         batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
         key = (signature, plan.key, batch_size, seed)
         if self._measuring is None or self._measuring[0] != key:
             start = time.perf_counter()
-            probe = make_probe(plan.rewrite(graph, batch_size)[0], seed)
+            rewritten = plan.rewrite(graph, batch_size)[0]
+            probe = make_term_probe(rewritten) if seed is None else make_probe(rewritten, seed)
             static = specialise(probe.graph, batch_size, decompose=self.backend == "inductor")
             lowered = lower(static, self.backend)
             self.counters.compilations += 1

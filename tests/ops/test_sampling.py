@@ -17,6 +17,7 @@ from graphopt.ops.sampling import (
     filled_probabilities,
     level_variances,
     row_scales,
+    shuffled,
     systematic_rows,
 )
 
@@ -77,15 +78,19 @@ def test_known_probabilities() -> None:
     torch.testing.assert_close(capped_probabilities(tiny, 1.5), torch.tensor([0.25, 0.5, 0.75]).double())
 
 
+ORDER = 0.25
+"""Decides the order in which rows are laid end to end; probabilities do not depend on it."""
+
+
 def outcomes(weights: Tensor, count: int) -> list[tuple[float, Tensor, Tensor]]:
     """Every draw of the systematic sampler with its probability: between two ends of rows nothing changes."""
-    ends = filled_probabilities(weights, count)[0].cumsum(0)
+    ends = filled_probabilities(weights, count)[0][shuffled(weights.numel(), torch.tensor(ORDER))].cumsum(0)
     cuts = sorted({0.0, 1.0, *(float(e) % 1.0 for e in ends)})
     found = []
     for low, high in itertools.pairwise(cuts):
         if high - low < 1e-12:  # rounding of the ends
             continue
-        rows, scale, _ = systematic_rows(weights, torch.tensor((low + high) / 2, dtype=torch.float64), count)
+        rows, scale, _ = systematic_rows(weights, torch.tensor([(low + high) / 2, ORDER], dtype=torch.float64), count)
         found.append((high - low, rows, scale))
     return found
 
@@ -100,6 +105,27 @@ def test_systematic_draws_are_unbiased_and_of_one_size(x: Tensor, part: float) -
         assert torch.isfinite(scale).all()
         expected[rows] += probability * scale * x[rows]
     torch.testing.assert_close(expected, x, rtol=1e-6, atol=1e-9 * float(x.max()))
+
+
+def test_the_order_is_another_for_every_number() -> None:
+    orders = [shuffled(64, torch.tensor(u, dtype=torch.float64)) for u in numpy.linspace(0, 1, 200, endpoint=False)]
+    assert all(torch.equal(order.sort().values, torch.arange(64)) for order in orders)
+    assert len({tuple(order.tolist()) for order in orders}) == 200
+    places = torch.stack([order.argsort() for order in orders]).double()
+    assert (places.mean(0) - 31.5).abs().max() < 5 * 18.5 / 200**0.5
+
+
+def test_systematic_draws_of_rows_with_a_period_have_the_stated_variance() -> None:
+    """Tokens of a sample that pull in opposite directions: a step of one sample's length must not always fall on the same."""
+    values = torch.tensor([1.0, -1.0, 1.0, -1.0]).repeat(16)
+    generator = torch.Generator().manual_seed(0)
+    sums, stated = [], 0.0
+    for _ in range(2000):
+        rows, scale, variance = systematic_rows(values.abs(), torch.rand(2, generator=generator, dtype=torch.float64), 16)
+        sums.append(float((values[rows] * scale).sum()))
+        stated = float(variance)
+    assert abs(sum(sums) / len(sums)) < 5 * (stated / len(sums)) ** 0.5
+    assert sum(s * s for s in sums) / len(sums) <= 1.1 * stated
 
 
 def test_bernoulli_draws_are_unbiased_over_all_masks_the_empty_one_included() -> None:
@@ -136,11 +162,11 @@ def test_bernoulli_draws_stay_unbiased_where_the_places_do_not_suffice() -> None
 @given(WEIGHTS, st.floats(0, 0.999), st.floats(0.1, 1.0))
 def test_scales_of_all_rows_are_those_of_the_kept_ones(x: Tensor, u: float, part: float) -> None:
     count = max(1, math.ceil(part * x.numel()))
-    scale, variance = row_scales(x, torch.tensor(u), torch.tensor(count))
+    scale, variance = row_scales(x, torch.tensor([u, ORDER]), torch.tensor(count))
     if count >= x.numel():
         assert (scale == 1).all()
         return
-    rows, expected, stated = systematic_rows(x, torch.tensor(u), count)
+    rows, expected, stated = systematic_rows(x, torch.tensor([u, ORDER]), count)
     torch.testing.assert_close(scale[rows], expected)
     assert (rows[1:] > rows[:-1]).all()
     assert (scale != 0).sum() == count
@@ -151,14 +177,14 @@ def test_scales_of_all_rows_are_those_of_the_kept_ones(x: Tensor, u: float, part
 def test_an_overflow_is_kept_where_it_can_be_seen(bad: float) -> None:
     x = torch.tensor([1.0, bad, 2.0, 3.0])
     for u in numpy.linspace(0, 0.99, 7):
-        rows, scale, _ = systematic_rows(x, torch.tensor(u), 2)
+        rows, scale, _ = systematic_rows(x, torch.tensor([u, ORDER]), 2)
         assert 1 in rows.tolist()
         assert torch.isfinite(scale).all()
 
 
 def test_rows_that_weigh_nothing_fill_up_the_places() -> None:
     for x in (torch.zeros(5), torch.tensor([0.0, 0.0, 2.0, 0.0, 0.0])):
-        rows, scale, variance = systematic_rows(x, torch.tensor(0.3), 3)
+        rows, scale, variance = systematic_rows(x, torch.tensor([0.3, ORDER]), 3)
         assert rows.unique().numel() == 3
         assert torch.isfinite(scale).all()
         assert float(variance) == 0.0
@@ -169,14 +195,14 @@ def test_variances_by_level_are_those_of_the_draws_and_fall(x: Tensor, levels: i
     found = level_variances(x, levels)
     for i, variance in enumerate(found.tolist(), start=1):
         count = max(1, math.ceil(i * x.numel() / levels))
-        assert variance == pytest.approx(float(systematic_rows(x, torch.tensor(0.5), count)[2]), rel=1e-9)
+        assert variance == pytest.approx(float(systematic_rows(x, torch.tensor([0.5, ORDER]), count)[2]), rel=1e-9)
     assert (found.diff() <= 1e-9 * found[0]).all()
     assert found[-1] == 0
 
 
 def test_the_operators_are_registered() -> None:
-    weights, uniform = torch.rand(9), torch.tensor(0.4)
-    torch.library.opcheck(torch.ops.graphopt.systematic_rows.default, (weights, uniform, 4))
+    weights, uniforms = torch.rand(9), torch.tensor([0.4, ORDER])
+    torch.library.opcheck(torch.ops.graphopt.systematic_rows.default, (weights, uniforms, 4))
     torch.library.opcheck(torch.ops.graphopt.bernoulli_rows.default, (weights, torch.rand(18), 4, 7))
-    torch.library.opcheck(torch.ops.graphopt.row_scales.default, (weights, uniform, torch.tensor(4)))
+    torch.library.opcheck(torch.ops.graphopt.row_scales.default, (weights, uniforms, torch.tensor(4)))
     torch.library.opcheck(torch.ops.graphopt.level_variances.default, (weights, 8))

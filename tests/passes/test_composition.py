@@ -212,7 +212,7 @@ class GoldenDumps(expecttest.TestCase):
     # forward
     select_int: float64[] = aten.select.int(random_6, 0, 0)
     # backward
-    systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, select_int, 4)
+    systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, slice_tensor, 4)
     getitem: int64[4] = getitem(systematic_rows_default, 0)
     getitem_1: float64[4] = getitem(systematic_rows_default, 1)
     sqrt_default_2: float64[4] = aten.sqrt.default(getitem_1)
@@ -238,7 +238,7 @@ class GoldenDumps(expecttest.TestCase):
     # forward
     select_int_1: float64[] = aten.select.int(random_6, 0, 1)
     # backward
-    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, select_int_1, 3)
+    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
     getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
     getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
     index_select_default_2: float32[3, 6] = aten.index_select.default(mm_6, 0, getitem_2)

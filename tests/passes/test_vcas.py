@@ -67,9 +67,9 @@ class GoldenDumps(expecttest.TestCase):
     # backward
     mul_tensor_2: float32[B] = aten.mul.Tensor(sqrt_default, sqrt_default_1)
     # forward
-    select_int: float64[] = aten.select.int(random_3, 0, 0)
+    slice_tensor: float64[2] = aten.slice.Tensor(random_3, 0, 0, 2)
     # backward
-    systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, select_int, 4)
+    systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, slice_tensor, 4)
     getitem: int64[4] = getitem(systematic_rows_default, 0)
     getitem_1: float64[4] = getitem(systematic_rows_default, 1)
     sqrt_default_2: float64[4] = aten.sqrt.default(getitem_1)
@@ -93,9 +93,9 @@ class GoldenDumps(expecttest.TestCase):
     sum_dim_int_list_2: float64[B] = aten.sum.dim_IntList(mul_tensor_5, [1])
     sqrt_default_3: float64[B] = aten.sqrt.default(sum_dim_int_list_2)
     # forward
-    select_int_1: float64[] = aten.select.int(random_3, 0, 1)
+    slice_tensor_1: float64[2] = aten.slice.Tensor(random_3, 0, 2, 4)
     # backward
-    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, select_int_1, 3)
+    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
     getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
     getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
     index_select_default_2: float32[3, 4] = aten.index_select.default(mm_3, 0, getitem_2)

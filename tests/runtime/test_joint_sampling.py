@@ -134,7 +134,7 @@ def test_gradients_stay_unbiased_with_the_variance_that_was_foretold() -> None:
         run.step(batch)
     plan, batch = run.opt.plan, data(5)[4]
     assert plan.ratios
-    step = run.opt.measuring_step(batch, 1, candidates(plan))
+    step = run.opt.measuring_step(batch, None, candidates(plan))
     exact = Measurement(step, run.opt.tensors(), None, [(batch, {})] * 2, 0).exact()
     foretold = Variances(dict.fromkeys(run.opt.selected, 1.0), exact.added).part(plan) * len(run.opt.selected)
     reference = copy.deepcopy(run.model)
@@ -195,11 +195,14 @@ def test_a_variance_that_no_longer_fits_is_taken_back() -> None:
         run.step(batch)
     assert run.opt.sample_ratios
     exact = run.opt.plan.exact_selection().train
+    before = run.opt.plan.unsampled
     run.opt.controller.tolerance = 1e-9  # type: ignore[union-attr]
     for batch in data(4):
         run.step(batch)
     assert run.opt.sample_ratios == ()
     assert run.opt.selected == exact
+    assert run.opt.plan.selection == before
+    assert run.opt.report.solver != "one program for FLOPs, memory and variance"
 
 
 def test_memory_holds_as_well() -> None:
@@ -265,6 +268,77 @@ def test_what_is_frozen_meanwhile_is_left_out() -> None:
     assert len(run.opt.controller.history) == 2  # type: ignore[union-attr]
     assert not run.opt.report.notes
     assert all(run.model.get_parameter(name).grad is None for name in frozen)
+
+
+def test_where_all_of_the_exact_selection_is_frozen_something_else_is_trained() -> None:
+    run = Run()
+    for batch in data(4):
+        run.step(batch)
+    joint = run.opt.selected
+    exact = run.opt.plan.exact_selection().train
+    assert exact is not None
+    assert joint - exact
+    for name in exact:
+        run.model.get_parameter(name).requires_grad_(False)
+    run.step(data(1, size=5)[0])  # cannot be sampled
+    run.opt.controller.tolerance = 1e-9  # type: ignore[union-attr]
+    for batch in data(8):
+        run.step(batch)
+        assert any(p.requires_grad and name in run.opt.selected for name, p in run.model.named_parameters())
+    assert run.opt.sample_ratios == ()
+    assert run.opt.model_runs == 0
+
+
+class Positions(nn.Module):
+    """What a token's gradient is follows from its position alone, but for a sign per batch: tokens are as alike as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.head = nn.Linear(64, 8).requires_grad_(False)
+        self.register_buffer("positions", torch.randn(8, 64, generator=generator))
+
+    def forward(self, x: Tensor, sign: Tensor) -> Tensor:
+        hidden = nn.functional.layer_norm(0.01 * x + self.positions, (64,))
+        for layer in self.layers:
+            hidden = hidden + 0.1 * torch.tanh(layer(hidden))
+        return (self.head(hidden).diagonal(dim1=1, dim2=2) * sign[:, None]).mean()
+
+
+def test_the_variance_is_kept_where_tokens_repeat_from_sample_to_sample() -> None:
+    torch.manual_seed(0)
+    model = Positions()
+    generator = torch.Generator().manual_seed(1)
+
+    def batch(sign: float) -> Batch:
+        return torch.randn(16, 8, 64, generator=generator), torch.full((16,), sign)
+
+    passes = ["greentrainer", Vcas(every=2, jointly=True)]
+    opt = graphopt.optimize(model, batch(1.0), graphopt.Budget(flops=0.6, variance=0.6), passes, "aot_eager")
+    for sign in (1.0, -1.0):
+        opt(*batch(sign)).backward()
+        model.zero_grad()
+        opt.controller.after_step(batch(sign))  # type: ignore[union-attr]
+    assert opt.sample_ratios
+    names = [name.split(": ")[1] for name, _ in opt.sample_ratios]
+    gradients = {sign: exact_gradients(model, batch(sign), names) for sign in (1.0, -1.0)}
+    own = sum(float((gradients[1.0][n] - gradients[-1.0][n]).square().sum()) / 2 for n in names)
+    fixed = batch(1.0)
+    exact = exact_gradients(model, fixed, names)
+    added = []
+    for _ in range(300):
+        model.zero_grad()
+        opt(*fixed).backward()
+        added.append(sum(float((model.get_parameter(n).grad - exact[n]).square().sum()) for n in names))  # type: ignore[operator]
+    assert sum(added) / len(added) <= 0.6 * own
+
+
+def exact_gradients(model: nn.Module, batch: Batch, names: list[str]) -> dict[str, Tensor]:
+    reference = copy.deepcopy(model)
+    reference.zero_grad()
+    reference(*batch).backward()
+    return {name: reference.get_parameter(name).grad for name in names}  # type: ignore[misc]
 
 
 class Fixed(Stack):

@@ -222,8 +222,11 @@ def test_files_of_others_are_refused_with_the_reason(path: Path) -> None:
         save_file({"weight": torch.ones(2)}, path, metadata)
         with pytest.raises(InputError, match=r"something else.*load_state_dict"):
             read_state(path)
-    write_with(path, "[]", version="2")
-    with pytest.raises(InputError, match=r"version '2': a newer graphopt wrote it.*Update graphopt"):
+    write_with(path, "[]", version=str(VERSION + 1))
+    with pytest.raises(InputError, match=r"a newer graphopt wrote it.*Update graphopt"):
+        read_state(path)
+    write_with(path, "[]", version="1")
+    with pytest.raises(InputError, match=r"version '1': an older graphopt wrote it.*Finish that run"):
         read_state(path)
     write_with(path, "[]", version="one")
     with pytest.raises(InputError, match="version 'one': there is none such"):
