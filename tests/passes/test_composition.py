@@ -210,7 +210,7 @@ class GoldenDumps(expecttest.TestCase):
     # backward
     mul_tensor_2: float32[B] = aten.mul.Tensor(sqrt_default, sqrt_default_1)
     # forward
-    select_int: float64[] = aten.select.int(random_6, 0, 0)
+    slice_tensor: float64[2] = aten.slice.Tensor(random_6, 0, 0, 2)
     # backward
     systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, slice_tensor, 4)
     getitem: int64[4] = getitem(systematic_rows_default, 0)
@@ -236,7 +236,7 @@ class GoldenDumps(expecttest.TestCase):
     sum_dim_int_list_2: float64[B] = aten.sum.dim_IntList(mul_tensor_5, [1])
     sqrt_default_3: float64[B] = aten.sqrt.default(sum_dim_int_list_2)
     # forward
-    select_int_1: float64[] = aten.select.int(random_6, 0, 1)
+    slice_tensor_1: float64[2] = aten.slice.Tensor(random_6, 0, 2, 4)
     # backward
     systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
     getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
