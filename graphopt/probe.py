@@ -34,8 +34,8 @@ class Probe:
     """A measuring graph.
 
     Attributes:
-        graph: with inputs `COUNTS` and `InputDesc("random", seed)`; its backward returns slots
-            "norms <boundary>" and "variance <weight>"; or, see `make_term_probe`, "variances <weight>".
+        graph: with inputs `COUNTS` and `InputDesc("random", seed)`, and slots "norms <boundary>" and "variance <weight>" that its
+            backward returns; one of `make_term_probe` with neither input, and slots "variances <weight>".
         parents: the boundary above each boundary, from the output to the input.
         tokens: rows per sample of each weight's product, and the boundary above it.
     """

@@ -276,7 +276,12 @@ def _take_columns(levels: RowLevels, node: fx.Node, positions: fx.Node, anchor: 
 
 
 def places(sampler: str, expected: int, available: int) -> int:
-    """Places for the rows that are drawn: three standard deviations more than expected, where draws are independent."""
+    """Places for the rows that are drawn: three standard deviations more than expected, where draws are independent.
+
+    Args:
+        sampler: see `Vcas`.
+        expected, available: rows that are drawn on average, and among how many.
+    """
     return expected if sampler == "systematic" else min(available, math.ceil(expected + 3 * math.sqrt(expected)))
 
 

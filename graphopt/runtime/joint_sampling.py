@@ -31,6 +31,8 @@ def choose(
         seen: measured just now; where it is not finite, everything stays.
         tolerance: variance that sampling may add, as a part of the mini-batch's own.
         may_change: another choice may be compiled; else the exact selection may take the place of the present one.
+    Raises:
+        BudgetError: see `with_ratios`; PassError: the passes cannot carry out the choice. The present plan stays in force.
     """
     if not all(math.isfinite(v) for v in (*seen.own.values(), *(v for added in seen.added.values() for v in added))):
         return

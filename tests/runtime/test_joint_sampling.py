@@ -182,10 +182,11 @@ def test_selecting_anew_keeps_what_was_chosen_or_starts_again_without_ratios() -
     outcome = run.opt.reselect(data(4)[3], run.optimizer, tolerance=10.0)
     assert not outcome.changed
     assert run.opt.plan is joint
-    for tolerance in (-10.0,):
-        run.opt.reselect(data(20)[19], run.optimizer, tolerance)
-        if run.opt.plan is not joint:
-            assert (run.opt.plan.ratios, run.opt.plan.unsampled) == ((), None)
+    x, labels = data(20)[19]
+    outcome = run.opt.reselect((10 * x, labels), run.optimizer, tolerance=-10.0)
+    assert outcome.changed
+    assert run.opt.plan.train != joint.exact_selection().train
+    assert (run.opt.plan.ratios, run.opt.plan.unsampled) == ((), None)
     assert max(run.step(batch) for batch in data(6)) <= 0.6
 
 
