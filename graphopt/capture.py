@@ -141,10 +141,10 @@ def _trace(
     with contextlib.ExitStack() as stack:
         try:
             export = compat.export_joint(stack, traced, tensors)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error
-            if "register a pytree" in str(error):
+            if "register a pytree" in str(error) or "unhashable type" in str(error):  # the latter from torch 2.11
                 kind = str(error).split("'")[1] if "'" in str(error) else "object"
                 raise CaptureError(
                     f"the model returns a {kind}, in which torch finds no tensors. Return a tensor, tuple, dict or a "
