@@ -17,7 +17,7 @@ import graphopt
 from graphopt.integrations.trainer import STATE_FILE
 from graphopt.runtime import state_file
 from tests.integrations.trainer_runs import (
-    RESUMED,
+    RUNS,
     callback,
     classifier,
     history,
@@ -27,22 +27,25 @@ from tests.integrations.trainer_runs import (
 )
 
 
-def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = trainer(classifier(), points(), tmp_path / "whole", [callback(0.7)], **RESUMED)
+@pytest.mark.parametrize(("name", "batches"), [("linear", 12), ("causal", 21), ("minilm", 12)])
+def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(name: str, batches: int, tmp_path: Path) -> None:
+    whole = RUNS[name](tmp_path / "whole", [callback(0.7)])
     whole.train()
     folder = tmp_path / "killed"
-    program = [sys.executable, "-m", "tests.integrations.trainer_runs", str(folder)]
+    program = [sys.executable, "-m", "tests.integrations.trainer_runs", name, str(folder)]
     assert subprocess.run(program, capture_output=True).returncode == -signal.SIGKILL
     assert sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}")) == ["checkpoint-3", "checkpoint-6"]
     ours = callback(0.7)
-    resumed = trainer(classifier(), points(), folder, [ours], **RESUMED)
+    resumed = RUNS[name](folder, [ours])
     resumed.train(resume_from_checkpoint=True)
+    assert whole.state.global_step == resumed.state.global_step == 12
     assert same(whole.model, resumed.model)
     assert history(whole, "graphopt/trained_tensors")[:12] == history(resumed, "graphopt/trained_tensors")[:12]
-    assert whole.state.log_history[-2]["loss"] == resumed.state.log_history[-2]["loss"]
-    steps = len(history(whole, "graphopt/flops_saved")) - 1
+    assert len(history(whole, "loss")) == 12
+    for key in ("loss", "eval_loss"):
+        assert history(whole, key) == history(resumed, key)
     saved = [history(run, "graphopt/flops_saved")[-1] for run in (whole, resumed)]
-    assert saved[1] == pytest.approx(saved[0] - 1 / steps)  # tensors were rated once more
+    assert saved[1] == pytest.approx(saved[0] - 1 / batches)  # tensors were rated once more
 
 
 def test_sampling_is_resumed_to_the_bit(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.bench.budget_run import glosses_module
+from graphopt.bench.greentrainer import minilm_folder, pretrained_minilm
+from graphopt.integrations.trainer import bucketed
 
 Row = dict[str, Tensor]
 
@@ -129,7 +132,39 @@ class KilledAt(transformers.TrainerCallback):
 
 
 RESUMED = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 3}
-"""Options of the run that is killed and resumed: 12 steps."""
+"""Options of the runs that are killed and resumed: 12 steps."""
+
+
+def glosses(count: int) -> tuple[list[dict[str, Any]], int, Any]:
+    """Definitions of WordNet of many lengths, the number of their labels, and the tokenizer of MiniLM."""
+    module = glosses_module()
+    tokens = transformers.AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
+    labels = {label: i for i, label in enumerate(sorted(set(module.read("train")[0])))}
+    names, texts = module.read("train", count)
+    encoded = tokens(texts, truncation=True, max_length=24)["input_ids"]
+    return [{"input_ids": ids, "labels": labels[n]} for ids, n in zip(encoded, names, strict=True)], len(labels), tokens
+
+
+def linear(folder: Path, callbacks: Sequence[Any]) -> transformers.Trainer:
+    return trainer(classifier(), points(), folder, callbacks, **RESUMED)
+
+
+def causal(folder: Path, callbacks: Sequence[Any]) -> transformers.Trainer:
+    """A tiny Llama that accumulates gradients of two batches and is evaluated in between."""
+    further = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "eval_strategy": "epoch"}
+    return trainer(llama(), sentences(14, causal=True), folder, callbacks, **RESUMED, **further)
+
+
+def minilm(folder: Path, callbacks: Sequence[Any]) -> transformers.Trainer:
+    """MiniLM-L6 with its weights on real texts, padded to one length."""
+    rows, labels, tokens = glosses(14)
+    collator = bucketed(transformers.DataCollatorWithPadding(tokens), (24,))
+    return trainer(
+        pretrained_minilm(labels), rows, folder, callbacks, data_collator=collator, **{**RESUMED, "learning_rate": 5e-4}
+    )
+
+
+RUNS = {"linear": linear, "causal": causal, "minilm": minilm}
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -146,4 +181,4 @@ def history(run: transformers.Trainer, key: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    trainer(classifier(), points(), Path(sys.argv[1]), [callback(0.7), KilledAt(7)], **RESUMED).train()
+    RUNS[sys.argv[1]](Path(sys.argv[2]), [callback(0.7), KilledAt(7)]).train()
