@@ -144,7 +144,8 @@ def _trace(
         except (RuntimeError, TypeError) as error:
             if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error
-            if "register a pytree" in str(error) or "unhashable type" in str(error):  # the latter from torch 2.11
+            unhashable = not straight_line and "unhashable type" in str(error)  # torch 2.11; of traced code it can be no other's
+            if "register a pytree" in str(error) or unhashable:
                 kind = str(error).split("'")[1] if "'" in str(error) else "object"
                 raise CaptureError(
                     f"the model returns a {kind}, in which torch finds no tensors. Return a tensor, tuple, dict or a "
