@@ -29,13 +29,15 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import Lsp, Pass, Vcas
-from graphopt.planner.importance import measure_importance
+from graphopt.planner.costs import backward_costs
+from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.joint_plan import default_compression
 from graphopt.planner.make_plan import check_sampling, compressed_weights, make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import resolve_passes
+from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
@@ -241,6 +243,30 @@ def plan(
     )
 
 
+def worth(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    batch_dim: BatchDim = 0,
+) -> tuple[Worth, ...]:
+    """What each fraction of a full step's FLOPs buys: how much of the value the best selection within it trains.
+
+    Args:
+        model, example_inputs, batch_dim: as for `analyze`.
+        optimizer: tensors that it does not hold are worth nothing.
+    Raises:
+        BudgetError, InputError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
+    """
+    args, kwargs = as_call(example_inputs)
+    with _training_mode(model):
+        graph = capture(model, args, kwargs, batch_dim)
+    profile = flop_profile(graph)
+    costs = backward_costs(profile)
+    rated = rate_tensors((), model, args, kwargs, graph, profile, costs.names, optimizer)
+    return worth_of_flops(costs, [rated.values[name] for name in costs.names])
+
+
 def pareto(
     model: nn.Module,
     example_inputs: Any,
@@ -266,7 +292,8 @@ def pareto(
     _require_storage(model)
     with _training_mode(model):
         graph = capture(model, args, kwargs, batch_dim)
-        importance = measure_importance(model, args, kwargs, flop_profile(graph).order, None, loss)
+        profile = flop_profile(graph)
+        importance = rate_tensors((), model, args, kwargs, graph, profile, profile.order, None, loss)
     limit = MemoryLimit(0, backend, optimizer)
     return trade_offs(graph, importance, limit, default_compression(graph, True), advance)
 

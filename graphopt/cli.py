@@ -152,22 +152,26 @@ def pareto(
 
     from rich.progress import Progress
 
-    from graphopt.api import pareto as find
+    from graphopt.api import pareto as find, worth
     from graphopt.integrations.models import load
+    from graphopt.planner.guidance import cliffs
     from graphopt.planner.pareto import STEPS
-    from graphopt.report.pareto import plot_points, show_points
+    from graphopt.report.pareto import plot_points, show_points, show_worth
 
     make_folder_of(plot)
     with Progress(console=Console(stderr=True)) as bar:
         loaded, inputs = load(model, batch, length, weights=True)
         task = bar.add_task("planning", total=STEPS**2)
         points = find(loaded, inputs, backend=backend, optimizer=_named(optimizer), advance=lambda: bar.advance(task))
+        curve = worth(loaded, inputs)
     if plot is not None:
         plot_points(points, plot)
     if as_json:
-        print(json.dumps([asdict(point) for point in points], indent=1))
+        found = {"plans": list(map(asdict, points)), "flops": list(map(asdict, curve)), "cliffs": cliffs(curve)}
+        print(json.dumps(found, indent=1))
     else:
         show_points(points, Console())
+        show_worth(curve, Console())
 
 
 @app.command()

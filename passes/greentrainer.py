@@ -12,11 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from graphopt.passes.base import Changes, Preserves, Site
 
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
+
+Rule = Literal["capacity", "greentrainer"]
+"""By what tensors are selected; see `GreenTrainer`."""
+
+Metric = Literal["loss", "update", "gradient"]
+"""What `rule="greentrainer"` measures (Table 4): "loss", -<dw, g> (Eq. 6); "update", |dw|_1; "gradient", |g|_1."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,22 @@ class GreenTrainer:
     Attributes:
         train: names of the parameters to train. None: the planner selects them under `Budget(flops=...)`, or
             fewer than all where `Budget(memory=...)` leaves no other way.
+        rule: what the planner maximises in sum. "capacity": values by place and size, which need no gradients (see
+            `graphopt.planner.capacity`). "greentrainer": the importance that is published, from one batch's gradients.
+        metric: of `rule="greentrainer"`.
     """
 
     train: tuple[str, ...] | None = None
+    rule: Rule = "capacity"
+    metric: Metric = "loss"
     name = "greentrainer"
     preserves = Preserves.EXACT
     serves = ("flops", "memory")
+
+    def __post_init__(self) -> None:
+        for name, known in (("rule", get_args(Rule)), ("metric", get_args(Metric))):
+            if getattr(self, name) not in known:
+                raise PassError(f"greentrainer: {name}={getattr(self, name)!r} is unknown. Use one of {', '.join(known)}.")
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every parameter whose gradient the graph computes."""

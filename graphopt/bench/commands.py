@@ -132,6 +132,32 @@ def bench_budget(
     _measure(lambda console: budget.run(wanted, settings, peaks, out, console), budget.show, None, as_json)
 
 
+@bench_app.command("selection")
+def bench_selection(
+    tasks: Annotated[str, typer.Option(help="Of glosses, parts_of_speech, digits, definitions, with commas.")] = "",
+    flops: Annotated[str, typer.Option(help="Fractions of full training's FLOPs, with commas.")] = "0.4,0.5,0.6,0.7",
+    rules: Annotated[str, typer.Option(help="Rules, with commas; all by default, and full training.")] = "",
+    steps: Annotated[int, typer.Option(min=0, help="Steps of a run; 0: the task's own number.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Of the rules near the best.")] = 3,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
+    out: Annotated[Path, typer.Option(help="Folder of the runs, which are kept between calls.")] = Path("out/bench_selection"),
+    as_json: AsJson = False,
+) -> None:
+    """Which rule selects the tensors that train best at equal FLOPs: ours against simple ones, each at its best rate."""
+    from graphopt.bench import selection
+    from graphopt.bench.selection_run import RULES
+    from graphopt.bench.selection_tasks import TASKS
+
+    settings = selection.Settings(
+        tuple(tasks.split(",")) if tasks else tuple(TASKS),
+        tuple(map(float, flops.split(","))),
+        tuple(rules.split(",")) if rules else (*RULES, "full"),
+        steps,
+        seeds,
+    )
+    _measure(lambda console: selection.run(settings, out, jobs, console), selection.show, None, as_json)
+
+
 def _measure(run: Callable[[Console], Any], show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
     """Run a benchmark, write its results to `out` as JSON, if asked, and print them as JSON or as a table.
 

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 
 from graphopt.errors import ImportanceError
 from graphopt.loss import LossFunction, scalar_loss
+from graphopt.passes.greentrainer import Metric
 
 
 @dataclass(frozen=True)
 class Importance:
-    """Importance by parameter name, scaled to a maximum of 1.
+    """What training a tensor is worth, by parameter name, scaled to a maximum of 1.
 
     Attributes:
-        values: may be negative (the step would raise the loss); 0 for tensors that were not measured.
+        values: may be negative (the step would raise the loss); 0 for tensors that were not rated.
         source: what it was computed from, for the report.
     """
 
@@ -45,6 +46,7 @@ def measure_importance(
     names: Collection[str],
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
+    metric: Metric = "loss",
 ) -> Importance:
     """Importance of the parameters `names`, from one batch.
 
@@ -56,6 +58,7 @@ def measure_importance(
             get 0. None: plain SGD, so I_k is proportional to |dL/dw_k|^2.
         loss: scalar from the model's output; by default the output's own loss, or the output where it is a scalar. A model
             that has none is probed with random output gradients instead, and `source` says so.
+        metric: see `Metric`.
     Raises:
         ImportanceError: not finite, all zero, or the optimizer cannot be stepped on copies.
     """
@@ -69,15 +72,15 @@ def measure_importance(
         source += ", plain SGD"
     else:
         source += f", {type(optimizer).__name__}'s next step"
+    if metric != "loss":
+        source += f", metric {metric!r}"
     raw: dict[str, float] = {}
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
         if gradient is None:
             raw[name] = 0.0
-        elif optimizer is None:
-            raw[name] = float(gradient.detach().double().square().sum())
         else:
-            update = next_update(optimizer, parameter, gradient)
-            raw[name] = 0.0 if update is None else -float((update.double() * gradient.double()).sum())
+            update = -gradient.detach() if optimizer is None else next_update(optimizer, parameter, gradient)
+            raw[name] = 0.0 if update is None else _rated(metric, update.double(), gradient.detach().double())
     largest = max((abs(v) for v in raw.values()), default=0.0)
     if not all(map(_finite, raw.values())):
         bad = next(name for name, v in raw.items() if not _finite(v))
@@ -85,6 +88,17 @@ def measure_importance(
     if largest == 0.0:
         raise ImportanceError("importance is zero everywhere: the loss does not depend on any trainable tensor.")
     return Importance({n: raw.get(n, 0.0) / largest for n in names}, source)
+
+
+def _rated(metric: Metric, update: Tensor, gradient: Tensor) -> float:
+    if metric == "loss":
+        return -float((update * gradient).sum())
+    return float((update if metric == "update" else gradient).abs().sum())
+
+
+def holds(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
+    """Whether an optimizer steps a parameter."""
+    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
 def next_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:

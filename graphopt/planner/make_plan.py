@@ -18,10 +18,11 @@ from graphopt.lower import Backend
 from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.flops_limit import FlopsLimit, check_given
-from graphopt.planner.importance import Importance, measure_importance
+from graphopt.planner.importance import Importance
 from graphopt.planner.joint_plan import Means, default_compression, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan
+from graphopt.planner.rating import rate_tensors
 
 
 def make_plan(
@@ -57,7 +58,8 @@ def make_plan(
     freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
 
     def rate() -> Importance:
-        return measure_importance(model, args, kwargs, flop_profile(graph).order, optimizer, loss)
+        profile = flop_profile(graph)
+        return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss)
 
     # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
     compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
@@ -120,7 +122,7 @@ def _with_selection(
     limit = FlopsLimit(plan, graph, flop_profile(graph))
     if limit.everything_fits:
         return plan
-    importance = measure_importance(model, args, kwargs, limit.reachable(), optimizer, loss)
+    importance = rate_tensors(plan.passes, model, args, kwargs, graph, limit.profile, limit.reachable(), optimizer, loss)
     selection = limit.select(importance)
     if not selection.names:
         raise ImportanceError(

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from graphopt.planner.guidance import Worth, cliffs
 from graphopt.planner.pareto import Point
 
 
@@ -21,6 +22,19 @@ def show_points(points: Sequence[Point], console: Console) -> None:
             f"{p.flops_ratio:.1%}", f"{p.peak_bytes / 1e6:,.1f}", f"{p.importance:.1%}", str(p.trained), str(p.compressed),
             str(p.recomputed),
         )  # fmt: skip
+    console.print(table)
+
+
+def show_worth(curve: Sequence[Worth], console: Console) -> None:
+    """Print what each budget on FLOPs buys, every tenth of a full step and at the cliffs, where a little more buys much."""
+    steep = cliffs(curve)
+    table = Table(title="What a budget on FLOPs trains")
+    for column in ("FLOPs", "value trained", "tensors", ""):
+        table.add_column(column, justify="left" if not column else "right")
+    for worth in curve:
+        if worth.flops in steep or worth is curve[0] or round(worth.flops * 100) % 10 == 0:
+            note = "a cliff: less trains much less" if worth.flops in steep else ""
+            table.add_row(f"{worth.flops:.2f}", f"{worth.value:.1%}", str(worth.trained), note)
     console.print(table)
 
 

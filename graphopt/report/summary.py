@@ -14,6 +14,7 @@ from graphopt.planner.compression import CompressionChoice
 from graphopt.planner.contraction import Choice
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
+from graphopt.report.selection import SelectionSummary, selection_lines, summarise_selection
 from graphopt.runtime.compiled_step import CompiledStep
 from graphopt.runtime.variants import Variants
 
@@ -43,6 +44,7 @@ class Report:
         forward_flops, backward_flops, full_step_flops: of full training.
         step_flops: of the optimised step; `flops_ratio` is its share of the full step.
         importance: what tensors were rated by; "" if none were.
+        selection: the rule, what simple rules would have been worth by it, and which budget would buy more; None: no selection.
         batch: "symbolic", or why it is not.
         device: the kernels were chosen for this device.
         captures, compilations: how often the model was traced and a step compiled.
@@ -79,6 +81,7 @@ class Report:
     sampling: dict[str, Any] | None = None
     compressed: list[dict[str, Any]] = field(default_factory=list)
     plan: PlanSummary | None = None
+    selection: SelectionSummary | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
@@ -95,7 +98,9 @@ class Report:
             f"  forward        {self.forward_flops:,}",
             f"  backward       {self.backward_flops:,} -> {self.step_flops - self.forward_flops:,}",
         ]
-        if self.importance:
+        if self.selection is not None:
+            lines += selection_lines(self.selection)
+        elif self.importance:
             lines.append(f"importance       {self.importance}; selected by {self.solver}")
         lines.append(f"approximations   {'; '.join(self.approximations) or 'none'}")
         lines.append(f"batch size       {self.batch}; kernels as on {self.device}; backend {self.backend}")
@@ -185,7 +190,7 @@ def make_report(
     cut = [n for n in trainable if n not in set(selected)]
     in_eager_mode = step is None and bool(fallbacks)
     size = step.graph.batch_size if step is not None and flops.symbolic else flops.batch_size
-    flops = flops.at(size)  # rows that are left out are counted for one batch size
+    captured, flops = flops, flops.at(size)  # rows that are left out are counted for one batch size
     reports = () if step is None else step.reports
     other_length = step is not None and reports and reports[0].step_flops_before != flops.step
     if (step is None and not in_eager_mode) or other_length:
@@ -246,4 +251,5 @@ def make_report(
         compressed=[_compressed(c, subspaces) for c in choices if isinstance(c, CompressionChoice)],
         left_alone=left_alone,
         sampling=None if in_eager_mode else _sampling(plan, graph, controller),
+        selection=summarise_selection(plan, captured),
     )

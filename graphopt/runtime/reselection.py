@@ -18,9 +18,9 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import Vcas
 from graphopt.planner.flops_limit import FlopsLimit
-from graphopt.planner.importance import measure_importance
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan
+from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.fallback import first_line
 from graphopt.runtime.variants import Variants
 
@@ -95,7 +95,7 @@ def select_anew(
     except Exception as error:  # training never dies of an optimisation
         return _kept(error, start)
     try:
-        importance = measure_importance(now.model, args, kwargs, names, optimizer, now.loss)
+        importance = rate_tensors(now.plan.passes, now.model, args, kwargs, graph, profile, names, optimizer, now.loss)
         selection = limit.select(importance)
         known = frozenset(profile.order)
         within = now.selected <= known and limit.step_flops(now.selected) <= limit.most

@@ -1,0 +1,240 @@
+"""`graphopt bench selection`: which rule selects the tensors that train best, at equal FLOPs, steps and schedule.
+
+Every rule is tuned alike: its learning rate is doubled or halved until the best one tried lies between two others. Of random
+sets, five are drawn, and the best counts. Rules that are near the best are run with further seeds. Finished runs are kept, line
+by line, so that a comparison can be made in many sittings.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from graphopt.bench.device import this_device
+from graphopt.bench.selection_run import RULES, Run, train
+from graphopt.bench.selection_tasks import TASKS, load
+from graphopt.errors import InputError
+
+DRAWS = 5
+"""Random sets, of which the best counts."""
+
+NEAR = 0.015
+"""Rules whose accuracy is so near to the best are run with further seeds."""
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared.
+
+    Attributes:
+        steps: of a run; 0: as many as the task has by default.
+        seeds: of the rules near the best.
+    """
+
+    tasks: tuple[str, ...]
+    flops: tuple[float, ...]
+    rules: tuple[str, ...]
+    steps: int
+    seeds: int
+
+    def check(self) -> None:
+        """See that everything named exists; raises `InputError`."""
+        for kind, names, known in (("task", self.tasks, TASKS), ("rule", self.rules, {**RULES, "full": None})):
+            unknown = sorted(set(names) - set(known))
+            if unknown:
+                raise InputError(f"unknown {kind} {', '.join(unknown)}: known are {', '.join(known)}.")
+
+
+def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[str, Any]:
+    """Run what is missing, in `jobs` processes of one thread each, and compare.
+
+    Args:
+        folder: of `runs.jsonl`, which holds every finished run, and of pre-trained weights.
+    Raises:
+        InputError: an unknown task or rule, or a file that holds something else.
+    """
+    settings.check()
+    starts = {task: load(task, folder) for task in settings.tasks}  # pre-trains once, before there are many processes
+    rates = {task: found.rate for task, found in starts.items()}
+    steps = {task: settings.steps or found.steps for task, found in starts.items()}
+    file = folder / "runs.jsonl"
+    results = finished(file)
+    context = multiprocessing.get_context("spawn")
+    with Progress(console=console) as bar, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        task = bar.add_task("fine-tuning")
+        pending: dict[Any, Run] = {}
+        while True:
+            known = set(pending.values())
+            for wanted in missing(settings, results, rates, steps):
+                if len(pending) >= 2 * jobs:
+                    break
+                if wanted not in known:
+                    pending[pool.submit(train, wanted, folder)] = wanted
+                    known.add(wanted)
+            if not pending:
+                break
+            done = next(as_completed(pending))
+            del pending[done]
+            results.append(done.result())
+            _append(file, results[-1])
+            bar.update(task, completed=len(results), total=len(results) + len(known))
+    device, name = this_device()
+    header = {"torch": torch.__version__, "device": name if device == "cuda" else "CPU"}
+    return {**header, "rows": compare(settings, results, rates, steps), "runs": str(file)}
+
+
+def missing(settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]) -> Iterator[Run]:
+    """The runs that are still needed, given those that are finished; more may be needed once these are.
+
+    Args:
+        rates: per task, the learning rate that is tried first.
+    """
+    for task in settings.tasks:
+        for flops in settings.flops:
+            tuned: dict[str, tuple[float, int, float]] = {}
+            for rule in settings.rules:
+                found = [r for r in results if _belongs(r, task, rule, flops, steps[task])]
+                wanted = _next_rate(found, rates[task])
+                if wanted is not None:
+                    yield _run(task, rule, flops, wanted, steps[task], 0, 0)
+                    continue
+                rate = _best_rate(found)
+                draws = range(DRAWS if rule == "random" else 1)
+                values = {r["draw"]: r["accuracy"] for r in found if r["rate"] == rate and r["seed"] == 0}
+                yield from (_run(task, rule, flops, rate, steps[task], 0, d) for d in draws if d not in values)
+                if all(d in values for d in draws):
+                    draw = max(values, key=lambda d: values[d])
+                    tuned[rule] = (rate, draw, values[draw])
+            best = max((value for _, _, value in tuned.values()), default=0.0)
+            for rule, (rate, draw, value) in tuned.items():
+                if len(tuned) < len(settings.rules) or (value < best - NEAR and rule not in ("ours", "full")):
+                    continue
+                for seed in range(1, settings.seeds):
+                    wanted_run = _run(task, rule, flops, rate, steps[task], seed, draw)
+                    if not any(_same(r, wanted_run) for r in results):
+                        yield wanted_run
+
+
+def _run(task: str, rule: str, flops: float, rate: float, steps: int, seed: int, draw: int) -> Run:
+    return Run(task, rule, 1.0 if rule == "full" else flops, rate, steps, seed, draw)
+
+
+def _belongs(result: Result, task: str, rule: str, flops: float, steps: int) -> bool:
+    wanted = (task, rule, 1.0 if rule == "full" else flops, steps)
+    return (result["task"], result["rule"], result["flops"], result["steps"]) == wanted
+
+
+def _same(result: Result, run: Run) -> bool:
+    return all(result[field.name] == getattr(run, field.name) for field in fields(Run))
+
+
+def _next_rate(found: Sequence[Result], first: float) -> float | None:
+    """The next learning rate to try with seed 0; None where the best of those tried lies between two others."""
+    tried = sorted(r["rate"] for r in found if r["seed"] == 0 and r["draw"] == 0)
+    if not tried:
+        return first
+    best = _best_rate(found)
+    if best == tried[0]:
+        return best / 2
+    return best * 2 if best == tried[-1] else None
+
+
+def _best_rate(found: Sequence[Result]) -> float:
+    return max((r for r in found if r["seed"] == 0 and r["draw"] == 0), key=lambda r: r["accuracy"])["rate"]
+
+
+def compare(
+    settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """A row per task, fraction of FLOPs and rule: its best learning rate (and draw), and means over the seeds that were run."""
+    rows = []
+    for task in settings.tasks:
+        for flops in settings.flops:
+            for rule in settings.rules:
+                found = [r for r in results if _belongs(r, task, rule, flops, steps[task])]
+                if not found:
+                    continue
+                rate = _best_rate(found)
+                by_draw: dict[int, list[Result]] = defaultdict(list)
+                for r in found:
+                    if r["rate"] == rate:
+                        by_draw[r["draw"]].append(r)
+                kept = max(by_draw.values(), key=lambda runs: next((r["accuracy"] for r in runs if r["seed"] == 0), 0.0))
+                rows.append(
+                    {
+                        "task": task,
+                        "flops": flops,
+                        "rule": rule,
+                        "rate": rate,
+                        "seeds": len(kept),
+                        "complete": _next_rate(found, rates[task]) is None,
+                        "step_flops": kept[0]["step_flops"],
+                        "trained": len(kept[0]["trained"]),
+                        **{k: statistics.fmean(r[k] for r in kept) for k in ("accuracy", "loss", "held_out", "held_out_loss")},
+                        "choosing_seconds": statistics.fmean(r["choosing_seconds"] for r in kept),
+                    }
+                )
+    return rows
+
+
+def finished(file: Path) -> list[dict[str, Any]]:
+    """The runs in a file; none if there is no such file.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    if not file.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        for result in found:
+            Run(**{field.name: result[field.name] for field in fields(Run)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{file} holds no results of this benchmark: name another folder with --out.") from error
+    return found
+
+
+def _append(file: Path, result: Result) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as out:
+        out.write(json.dumps(result) + "\n")
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print a table per task and fraction of FLOPs, the best rule first."""
+    by_table: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
+    for row in results["rows"]:
+        by_table[row["task"], row["flops"]].append(row)
+    for (task, flops), rows in by_table.items():
+        table = Table(title=f"{task}, {flops} of the FLOPs")
+        for column in ("rule", "accuracy", "held out", "loss", "seeds", "rate", "tensors", "FLOPs"):
+            table.add_column(column, justify="left" if column == "rule" else "right", no_wrap=column == "rule")
+        for row in sorted(rows, key=lambda r: -r["accuracy"]):
+            table.add_row(
+                row["rule"],
+                f"{row['accuracy']:.1%}",
+                f"{row['held_out']:.1%}",
+                f"{row['loss']:.3f}",
+                str(row["seeds"]) + ("" if row["complete"] else " *"),
+                f"{row['rate']:.2g}",
+                str(row["trained"]),
+                f"{row['step_flops']:.3f}",
+            )
+        console.print(table)
+    console.print(
+        f"torch {results['torch']}, {results['device']}; runs: {results['runs']}; *: its learning rate is not yet tuned"
+    )

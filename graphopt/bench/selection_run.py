@@ -1,0 +1,180 @@
+"""One run of `graphopt bench selection`: a task fine-tuned with the tensors that a rule selects, and nothing else trained.
+
+Gradients of a dy-only cut are those of a model whose other tensors are frozen, so that runs freeze them and need no compiling.
+FLOPs are counted on the graph; seconds are not compared here.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphopt
+from graphopt.analysis.flops import FlopProfile
+from graphopt.bench.budget_run import rate_factor
+from graphopt.bench.selection_tasks import Task, batches, evaluate, load
+from graphopt.integrations.models import quiet_transformers
+from graphopt.planner.costs import BackwardCosts, backward_costs
+from graphopt.planner.simple_rules import Shapes, in_order, is_vector, shuffled, small_first, topmost
+
+PERIOD = 50
+"""Steps between two sets of the rotation."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run.
+
+    Attributes:
+        task: of `selection_tasks.TASKS`.
+        rule: of `RULES`, or "full".
+        flops: of a step, as a fraction of full training's.
+        rate: peak learning rate; it rises over the first tenth of the steps and then falls to 0, both linearly.
+        seed: of the model's head, the batches and dropout.
+        draw: of a random rule.
+    """
+
+    task: str
+    rule: str
+    flops: float
+    rate: float
+    steps: int
+    seed: int
+    draw: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a rule selects from."""
+
+    task: Task
+    costs: BackwardCosts
+    shapes: Shapes
+    flops: float
+    seed: int
+    draw: int
+
+    @property
+    def limit(self) -> int:
+        """FLOPs that the backward may take."""
+        return self.costs.affordable(self.flops)
+
+
+def ours(problem: Problem) -> list[int]:
+    """What `optimize` selects by itself."""
+    return _planned(problem, "auto")
+
+
+def published(problem: Problem) -> list[int]:
+    """GreenTrainer's importance, by AdamW's next step on one batch, with exact costs."""
+    return _planned(problem, [graphopt.passes.GreenTrainer(rule="greentrainer")])
+
+
+def attention_first(problem: Problem) -> list[int]:
+    """The output layer, matrices of attention from the output down, then biases and norms, then the rest."""
+    names, count = problem.costs.names, range(len(problem.costs.names))
+    heads = [k for k in count if any(part in names[k] for part in ("classifier", "pooler", "lm_head"))]
+    attention = [k for k in count if "attn" in names[k] or "attention" in names[k]]
+    wide = [k for k in attention if not is_vector(problem.shapes[names[k]])]
+    small = [k for k in count if is_vector(problem.shapes[names[k]])]
+    return in_order(problem.costs, dict.fromkeys([*heads, *wide, *small, *count]), problem.limit)
+
+
+def _simple(rule: Callable[[BackwardCosts, Shapes, int], list[int]]) -> Callable[[Problem], list[int]]:
+    return lambda problem: rule(problem.costs, problem.shapes, problem.limit)
+
+
+def _random(problem: Problem) -> list[int]:
+    return shuffled(problem.costs, problem.shapes, problem.limit, problem.draw)
+
+
+RULES: dict[str, Callable[[Problem], list[int]]] = {
+    "ours": ours,
+    "topmost": _simple(topmost),
+    "random": _random,
+    "attention first": attention_first,
+    "biases and norms first": _simple(small_first),
+    "rotation": _random,
+    "greentrainer": published,
+}
+
+
+def _planned(problem: Problem, passes: Any) -> list[int]:
+    model = problem.task.make_model(problem.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=problem.task.rate)
+    batch = next(batches(problem.task.train, problem.seed)) if passes != "auto" else problem.task.example()
+    opt = graphopt.optimize(model, batch, problem.flops, passes, "aot_eager", optimizer=optimizer)
+    selected = opt.selected
+    return [k for k, name in enumerate(problem.costs.names) if name in selected]
+
+
+@functools.cache
+def _loaded(task: str, folder: Path) -> tuple[Task, BackwardCosts, Shapes]:
+    found = load(task, folder)
+    model = found.make_model(0)
+    profile = graphopt.analyze(model, found.example()).flops
+    assert isinstance(profile, FlopProfile)
+    return found, backward_costs(profile), {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def train(run: Run, folder: Path) -> dict[str, Any]:
+    """Fine-tune, and evaluate on the rows for tuning and on those that are held out.
+
+    Args:
+        folder: see `load`.
+    """
+    quiet_transformers()
+    torch.set_num_threads(1)
+    task, costs, shapes = _loaded(run.task, folder)
+    torch.set_float32_matmul_precision(task.precision)
+    start = time.perf_counter()
+    chosen = _chosen(run, task, costs, shapes, 0)
+    choosing = time.perf_counter() - start
+    model = task.make_model(run.seed)
+    parameters = dict(model.named_parameters())
+    trained = range(len(costs.names)) if run.rule == "rotation" else chosen
+    optimizer = torch.optim.AdamW([parameters[costs.names[k]] for k in trained], lr=run.rate, fused=True)
+    _train_only(parameters, costs, chosen)
+    torch.manual_seed(run.seed)  # choosing draws different numbers for each rule
+    start = time.perf_counter()
+    for step, batch in zip(range(run.steps), batches(task.train, run.seed), strict=False):
+        if run.rule == "rotation" and step and step % PERIOD == 0:
+            _train_only(parameters, costs, _chosen(run, task, costs, shapes, step // PERIOD))
+        for group in optimizer.param_groups:
+            group["lr"] = run.rate * rate_factor(step / run.steps, 1 / run.steps)
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    accuracy, loss = evaluate(model, task.tuning)
+    held_out, held_out_loss = evaluate(model, task.held_out)
+    return {
+        **asdict(run),
+        "accuracy": accuracy,
+        "loss": loss,
+        "held_out": held_out,
+        "held_out_loss": held_out_loss,
+        "trained": [costs.names[k] for k in chosen],
+        "step_flops": costs.part(costs.forward_flops + costs.cost(chosen)),
+        "seconds": seconds,
+        "choosing_seconds": choosing,
+    }
+
+
+def _chosen(run: Run, task: Task, costs: BackwardCosts, shapes: Shapes, period: int) -> list[int]:
+    if run.rule == "full":
+        return list(range(len(costs.names)))
+    return RULES[run.rule](Problem(task, costs, shapes, run.flops, run.seed, run.draw + 1000 * period))
+
+
+def _train_only(parameters: dict[str, nn.Parameter], costs: BackwardCosts, chosen: list[int]) -> None:
+    names = {costs.names[k] for k in chosen}
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in names)

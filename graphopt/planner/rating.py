@@ -1,0 +1,50 @@
+"""Rating tensors by the rule that the plan's selection uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.errors import ImportanceError
+from graphopt.graph import TrainingGraph
+from graphopt.loss import LossFunction
+from graphopt.passes import GreenTrainer, Pass
+from graphopt.planner.capacity import capacity
+from graphopt.planner.importance import Importance, holds, measure_importance
+
+
+def rate_tensors(
+    passes: Sequence[Pass],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    graph: TrainingGraph,
+    profile: FlopProfile,
+    names: Collection[str],
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: LossFunction | None = None,
+) -> Importance:
+    """What training each of the parameters `names` is worth, by the rule of the pass that selects; by its default without one.
+
+    Args:
+        graph, profile: of a training step on that batch.
+        args, kwargs, optimizer, loss: see `measure_importance`. Tensors that an optimizer does not hold are worth 0.
+    Raises:
+        ImportanceError: see `measure_importance`; or the optimizer holds none of the tensors.
+    """
+    chosen = next((p for p in passes if isinstance(p, GreenTrainer)), GreenTrainer())
+    if chosen.rule == "greentrainer":
+        return measure_importance(model, args, kwargs, names, optimizer, loss, chosen.metric)
+    rated = capacity(graph, profile, names)
+    if optimizer is None:
+        return rated
+    parameters = dict(model.named_parameters())
+    values = {name: value if holds(optimizer, parameters[name]) else 0.0 for name, value in rated.values.items()}
+    if not any(values.values()):
+        raise ImportanceError("the optimizer holds none of the tensors that the budget can reach: pass the one that trains them.")
+    return replace(rated, values=values)
