@@ -112,6 +112,8 @@ def optimizer_memory(
     if isinstance(optimizer, str) and optimizer in _EIGHT_BIT:
         return OptimizerMemory(optimizer, (*masters, *_eight_bit_states(parameters, _EIGHT_BIT[optimizer])))
     name, factory = _factory(optimizer, device)
+    if not parameters:  # all gradients are compressed, say, and torch's optimizers refuse to hold nothing
+        return OptimizerMemory(name)
     found = _recorded(name, factory, parameters, device)
     shift = len(masters)
     operators = (*(f"float32 gradient of {p}" for p, _, _ in masters), *found.operators)

@@ -22,6 +22,7 @@ from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.integrations.diverted import Diverted
 from graphopt.passes.vcas import ROWS, Vcas
+from graphopt.planner.rating import measures_gradients
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.plain_values import from_plain, to_plain
@@ -194,8 +195,7 @@ class TrainingSteps:
         if not isinstance(opt, OptimizedModule):  # graphopt is switched off
             self._gave_up = True
             return None
-        if opt.plan.selection is not None:
-            self.savings.overhead += 1.0
+        self.savings.overhead += _rating_steps(opt)
         self.opt = opt
         return opt
 
@@ -230,7 +230,7 @@ class TrainingSteps:
             with self.as_in_training():
                 if reselect:
                     self.opt.reselect(self._batch, self.optimizer)
-                    self.savings.overhead += self.opt.plan.selection is not None
+                    self.savings.overhead += _rating_steps(self.opt)
                 if merges:
                     self.opt.recheck_merges()
                 if self.opt.controller is not None:
@@ -266,6 +266,11 @@ class TrainingSteps:
                 rows = [ratio for name, ratio in self.opt.sample_ratios if name.startswith(ROWS)]
                 found["graphopt/keep_rows"] = min(rows, default=1.0)
         return found
+
+
+def _rating_steps(opt: OptimizedModule) -> float:
+    """What rating tensors took, in steps of full training."""
+    return float(opt.plan.selection is not None and measures_gradients(opt.plan.passes))
 
 
 def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

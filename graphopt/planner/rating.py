@@ -37,9 +37,9 @@ def rate_tensors(
     Raises:
         ImportanceError: see `measure_importance`; or the optimizer holds none of the tensors.
     """
-    chosen = next((p for p in passes if isinstance(p, GreenTrainer)), GreenTrainer())
-    if chosen.rule == "greentrainer":
-        return measure_importance(model, args, kwargs, names, optimizer, loss, chosen.metric)
+    if measures_gradients(passes):
+        metric = next(p.metric for p in passes if isinstance(p, GreenTrainer))
+        return measure_importance(model, args, kwargs, names, optimizer, loss, metric)
     rated = capacity(graph, profile, names)
     if optimizer is None:
         return rated
@@ -48,3 +48,8 @@ def rate_tensors(
     if not any(values.values()):
         raise ImportanceError("the optimizer holds none of the tensors that the budget can reach: pass the one that trains them.")
     return replace(rated, values=values)
+
+
+def measures_gradients(passes: Sequence[Pass]) -> bool:
+    """Whether rating takes the forward and backward of a batch."""
+    return any(isinstance(p, GreenTrainer) and p.rule == "greentrainer" for p in passes)

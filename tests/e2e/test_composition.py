@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import graphopt
 from graphopt import Budget, PassError
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
-from graphopt.planner.importance import Importance, measure_importance
+from graphopt.planner.importance import Importance
+from graphopt.planner.rating import rate_tensors
 from tests import zoo
 
 
@@ -48,11 +49,11 @@ def prefer_others(opt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the next selection rate tensors that are not trained far above those that are."""
     current = opt.selected
 
-    def measured(*arguments: Any) -> Importance:
-        found = measure_importance(*arguments)
+    def rated(*arguments: Any) -> Importance:
+        found = rate_tensors(*arguments)
         return replace(found, values={n: 1e-3 if n in current else 1.0 for n in found.values})
 
-    monkeypatch.setattr("graphopt.runtime.reselection.measure_importance", measured)
+    monkeypatch.setattr("graphopt.runtime.reselection.rate_tensors", rated)
 
 
 def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -> None:

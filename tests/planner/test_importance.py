@@ -3,6 +3,7 @@ import logging
 
 import pytest
 import torch
+from graphopt.passes import GreenTrainer
 from torch import nn
 
 import graphopt
@@ -10,6 +11,9 @@ from graphopt import ImportanceError
 from graphopt.calls import as_call
 from graphopt.planner.importance import Importance, measure_importance, next_update
 from tests import zoo
+
+MEASURED = [GreenTrainer(rule="greentrainer")]
+"""Selects by the importance that one batch's gradients show."""
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -108,16 +112,17 @@ def test_tensors_that_the_optimizer_does_not_hold_are_worthless() -> None:
 def test_a_model_without_a_loss_is_probed_and_the_report_says_so() -> None:
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
     x = torch.randn(4, 5)
-    assert "sensitivity" in graphopt.optimize(model, (x,), budget=0.7, backend="aot_eager").report.importance
-    given = graphopt.optimize(model, (x,), budget=0.7, loss=lambda y: y.square().mean(), backend="aot_eager")
+    probed = graphopt.optimize(model, (x,), budget=0.7, passes=MEASURED, backend="aot_eager")
+    assert "sensitivity" in probed.report.importance
+    given = graphopt.optimize(model, (x,), 0.7, MEASURED, loss=lambda y: y.square().mean(), backend="aot_eager")
     assert "given loss" in given.report.importance
 
 
 def test_infinite_importance_is_an_error_at_first_and_a_warning_later() -> None:
     model, (x, labels) = zoo.make("mlp", 4)
     with pytest.raises(ImportanceError, match="not finite"):
-        graphopt.optimize(model, (x * float("inf"), labels), budget=0.5, backend="aot_eager")
-    opt = graphopt.optimize(model, (x, labels), budget=0.5, backend="aot_eager")
+        graphopt.optimize(model, (x * float("inf"), labels), 0.5, MEASURED, backend="aot_eager")
+    opt = graphopt.optimize(model, (x, labels), 0.5, MEASURED, backend="aot_eager")
     before, messages = opt.selected, []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -134,7 +139,7 @@ def test_infinite_importance_is_an_error_at_first_and_a_warning_later() -> None:
 def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
     model, inputs = zoo.make("mlp", 4)
     with pytest.raises(ImportanceError, match="optimizer=None"):
-        graphopt.optimize(model, inputs, budget=0.5, optimizer=torch.optim.LBFGS(model.parameters()))
+        graphopt.optimize(model, inputs, 0.5, MEASURED, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
 def test_a_warm_up_that_starts_at_zero_rates_by_the_rate_that_it_rises_to() -> None:

@@ -6,19 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import Vcas
+from graphopt.passes import GreenTrainer, Vcas
 
 import graphopt
 from graphopt.runtime.calibration import Measurement
 from tests import zoo
 from tests.messages import warnings_of
 
+MEASURED = [GreenTrainer(rule="greentrainer")]
+"""Selects by the importance that one batch's gradients show."""
+
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_batch_that_is_not_finite_keeps_selection_and_ratios(value: float) -> None:
     model, (x, labels) = zoo.make("mlp", 8)
     bad = (torch.full_like(x, value), labels)
-    opt = graphopt.optimize(model, (x, labels), budget=0.7, backend="aot_eager")
+    opt = graphopt.optimize(model, (x, labels), budget=0.7, passes=MEASURED, backend="aot_eager")
     before, optimizer = opt.selected, torch.optim.SGD(model.parameters(), lr=0.0)
     controller = graphopt.SelectionController(opt, optimizer, every=1)
     with warnings_of() as texts:
@@ -68,13 +71,13 @@ def test_a_calibration_that_fails_keeps_the_ratios(monkeypatch: pytest.MonkeyPat
 
 def test_a_selection_that_runs_out_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.make("mlp", 6)
-    opt = graphopt.optimize(model, inputs, budget=0.7, backend="aot_eager")
+    opt = graphopt.optimize(model, inputs, budget=0.7, passes=MEASURED, backend="aot_eager")
     before = opt.selected
 
     def no_room(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("graphopt.runtime.reselection.measure_importance", no_room)
+    monkeypatch.setattr("graphopt.planner.rating.measure_importance", no_room)
     with warnings_of() as texts:
         assert not opt.reselect(inputs).changed
     assert opt.selected == before
