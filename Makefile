@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(STAMP) ## fine-tune MiniLM on WordNet glosses: full against half of the FLOPs (a few minutes)
+demo: $(STAMP) ## fine-tune MiniLM in full and with half of the FLOPs, at equal time (5 minutes)
 	$(BIN)/graphopt demo
 
 test: $(STAMP) ## run the test suite on two processes

@@ -1,8 +1,9 @@
-"""What the examples share: runs that are finished are kept, and are not run again with `--resume`."""
+"""What the examples share: runs that are finished are kept, and are not run again with `--resume`; what the demo shows."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import runpy
 from pathlib import Path
@@ -10,8 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from graphopt.cli import app
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(scope="module")
+def demo() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "finetune_glosses.py")))
 
 
 @pytest.fixture
@@ -59,3 +69,94 @@ def test_results_of_other_settings_are_neither_mixed_nor_lost(run_every: Any, tm
         run_every(settings(tmp_path, length=16), one)
     assert run_every(settings(tmp_path), one) == kept
     assert run_every(settings(tmp_path, length=16, resume=False), one)[0]["length"] == 16
+
+
+def result(kind: str, accuracy: float, seed: int = 0, steps: int = 40) -> dict:
+    return {
+        "kind": kind,
+        "run": "full" if kind == "full" else "flops=0.125",
+        "seed": seed,
+        "rate": 3e-4,
+        "flops_per_step": 8_123_456_789 if kind == "full" else 4_012_345_678,
+        "losses": [3 / (i + 1) for i in range(steps)],
+        "accuracy": [(steps // 2, accuracy / 2), (steps, accuracy)],
+        "clock": [12.3456 * (i + 1) for i in range(steps)],
+        "seconds": 12.3456 * steps,
+        "seconds_per_step": 12.3456,
+        "compile_seconds": 1234.5,
+        "report": None,
+    }
+
+
+def test_the_learning_rate_rises_for_a_tenth_of_a_run_and_then_falls_to_zero(demo: SimpleNamespace) -> None:
+    assert demo.rate_factor(0.0, 0.01) == pytest.approx(0.1)
+    assert demo.rate_factor(0.05, 0.0) == pytest.approx(0.5)
+    assert demo.rate_factor(0.1, 0.0) == pytest.approx(1.0)
+    assert demo.rate_factor(0.55, 0.01) == pytest.approx(0.5)
+    assert demo.rate_factor(1.0, 0.01) == 0.0
+    assert all(0 < demo.rate_factor(i / 3, 1 / 3) <= 1 for i in range(3))  # also in runs of very few steps
+
+
+def test_a_run_is_over_by_its_clock_if_it_has_one_and_else_by_its_steps(demo: SimpleNamespace) -> None:
+    timed = SimpleNamespace(steps=600, seconds=60.0, evaluate=100)
+    counted = SimpleNamespace(steps=600, seconds=None, evaluate=100)
+    assert demo.progress_of(timed, 5, 30.0) == 0.5
+    assert demo.progress_of(timed, 1000, 30.0) == 0.5
+    assert demo.progress_of(timed, 5, 61.0) == 1.0
+    assert demo.progress_of(counted, 300, 1e9) == 0.5
+    assert demo.progress_of(counted, 600, 0.0) == 1.0
+    assert [demo.evaluates(timed, 100, before, before + 0.04) for before in (0.0, 0.07, 0.11)] == [False, True, False]
+    assert demo.evaluates(timed, 7, 0.99, 1.0)
+    assert [demo.evaluates(counted, n, 0.0, n / 600) for n in (99, 100, 600)] == [False, True, True]
+
+
+def test_the_table_fits_80_columns(demo: SimpleNamespace) -> None:
+    title = "WordNet glosses, MiniLM-L6: accuracy on 5,000 definitions"
+    results = [result("full", 1.0, seed=1234, steps=12_345), result("budget", 0.5, seed=1234, steps=12_345)]
+    file = io.StringIO()
+    Console(width=80, file=file).print(demo.summary(results, title))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in file.getvalue()
+    assert title in file.getvalue()
+    for kind, cells in ("full", ["100.0%", "100.0%"]), ("flops=0.125", ["50.0%", "49.4%"]):
+        row = next(line for line in lines if line.startswith(f"│ {kind} "))
+        assert [cell.strip() for cell in row.strip("│").split("│")] == [
+            kind, "1234", "12345", *cells, "12.346", "152406", "1234"
+        ]  # fmt: skip
+
+
+def test_the_outcome_names_the_side_that_is_ahead(demo: SimpleNamespace) -> None:
+    timed, counted = SimpleNamespace(steps=600, seconds=75.0, budget=0.5), SimpleNamespace(steps=600, seconds=None, budget=0.35)
+    full, budget = result("full", 0.472), result("budget", 0.61)
+    assert demo.outcome(timed, [full, budget]) == (
+        "After 75 s of training each, the budget is ahead: 61.0% with 50% of the FLOPs per step, 47.2% in full."
+    )
+    assert demo.outcome(counted, [budget, result("full", 0.7)]) == (
+        "After 600 steps of training each, full training is ahead: 61.0% with 35% of the FLOPs per step, 70.0% in full."
+    )
+    assert "the two are level: 61.0%" in demo.outcome(timed, [result("full", 0.61001), budget])
+    seeds = [full, result("full", 0.99, seed=1), budget]
+    assert demo.outcome(timed, seeds).endswith("full training is ahead: 61.0% with 50% of the FLOPs per step, 73.1% in full.")
+    assert demo.outcome(timed, [full]) == demo.outcome(timed, [budget]) == ""
+
+
+def test_the_picture_is_drawn_for_runs_of_any_length(demo: SimpleNamespace, tmp_path: Path) -> None:
+    demo.plot([result("full", 0.4, steps=2), result("budget", 0.6)], tmp_path / "curves.png", "title")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_demo_compares_at_equal_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+    monkeypatch.setattr(runpy, "run_path", lambda path: {"main": given.append})
+    assert CliRunner().invoke(app, ["demo"]).exit_code == 0
+    assert CliRunner().invoke(app, ["demo", "--steps", "5"]).exit_code == 0
+    assert "--seconds" in given[0]
+    assert given[1] == ["--steps", "5"]
+
+
+@pytest.mark.parametrize("wrong", [["--steps", "0"], ["--seconds", "0"], ["--seconds", "-1"]])
+def test_a_run_of_no_length_is_refused(demo: SimpleNamespace, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        demo.main(wrong)
+    assert "must be positive" in capsys.readouterr().err

@@ -2,15 +2,14 @@
 
 The first-order gain of an optimizer step, -<dw, g>, grows with a tensor's size and adds up what the tensors of one layer would
 gain alone. Maximised under a limit on FLOPs it picks the widest matrices next to the output. Trained, such sets lose to most
-others (`graphopt bench selection`). Sets that win train the output layer, and many matrices from several layers, small ones
-before wide ones. A sum of values with diminishing returns in a tensor's size picks those:
+others (`graphopt bench selection`). Sets that win train the output layer and many matrices, of whatever size, from several
+layers. So every matrix counts alike, and the cheapest are chosen:
 
-    value = elements ** SIZE * live part ** LIVE, and OUTPUT times as much for the output layer
+    value = (output layer: 10, else 1) x (vector: 0.3, matrix: 1) x (live part of the rows) ** 0.1
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from graphopt.analysis.live_rows import live_parts
 from graphopt.graph import TrainingGraph
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
+from graphopt.planner.simple_rules import is_vector
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Weighting:
     """The numbers in the rating, chosen by `graphopt bench selection`.
 
     Attributes:
-        size: diminishing returns in a tensor's elements: 1 counts elements, 0 counts tensors.
-        live: the same in the part of its gradient's rows that is not zero by the model's structure; see `live_parts`.
+        vector: value of a bias or of a norm's weight; a matrix has 1.
         output: how many times its value the output layer has.
+        live: diminishing returns in the part of a gradient's rows that is not zero by the model's structure; see `live_parts`.
     """
 
-    size: float = 0.2
-    live: float = 0.1
+    vector: float = 0.3
     output: float = 10.0
+    live: float = 0.1
 
 
 def capacity(graph: TrainingGraph, profile: FlopProfile, names: Iterable[str], weighting: Weighting | None = None) -> Importance:
@@ -47,11 +47,12 @@ def capacity(graph: TrainingGraph, profile: FlopProfile, names: Iterable[str], w
     """
     by = weighting or Weighting()
     live, costs = live_parts(graph), backward_costs(profile)
-    elements = {p.name: math.prod(p.shape) for p in graph.parameters}
+    shapes = {p.name: p.shape for p in graph.parameters}
     last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
     values = {
-        name: elements[name] ** by.size * live.get(name, 1.0) ** by.live * (by.output if name in last else 1.0) for name in names
+        name: (by.output if name in last else 1.0) * (by.vector if is_vector(shapes[name]) else 1.0) * live[name] ** by.live
+        for name in names
     }
     largest = max(values.values(), default=1.0) or 1.0
-    source = f"elements^{by.size:g} x live part of the rows^{by.live:g}, x {by.output:g} for the output layer"
+    source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}, live part of the rows ** {by.live:g}"
     return Importance({name: value / largest for name, value in values.items()}, source)

@@ -33,6 +33,7 @@ from tests.integrations.trainer_runs import (
     trainer,
     weights,
 )
+from tests.rules import MEASURED
 
 
 def test_without_a_budget_every_weight_is_the_plain_trainers_to_the_bit(tmp_path: Path) -> None:
@@ -224,7 +225,7 @@ def test_a_step_that_runs_out_of_memory_is_computed_as_the_model_is(
 def test_a_nan_batch_costs_one_step(tmp_path: Path, warnings: list[str], step: int) -> None:
     """With the first one, no tensor can be rated either."""
     rows = points()
-    model, ours = classifier(), callback(0.7, reselect_every=3)
+    model, ours = classifier(), callback(0.7, passes=MEASURED, reselect_every=3)
     rows[4 * step]["x"] = torch.full((5,), torch.nan)
     run = trainer(model, rows, tmp_path, [ours], train_sampling_strategy="sequential", num_train_epochs=1)
     run.train()

@@ -25,17 +25,18 @@ from tests.integrations.trainer_runs import (
     same,
     trainer,
 )
+from tests.rules import MEASURED
 
 
 @pytest.mark.parametrize(("name", "batches"), [("linear", 12), ("causal", 21), ("minilm", 12)])
 def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(name: str, batches: int, tmp_path: Path) -> None:
-    whole = RUNS[name](tmp_path / "whole", [callback(0.7)])
+    whole = RUNS[name](tmp_path / "whole", [callback(0.7, passes=MEASURED)])
     whole.train()
     folder = tmp_path / "killed"
     program = [sys.executable, "-m", "tests.integrations.trainer_runs", name, str(folder)]
     assert subprocess.run(program, capture_output=True).returncode == -signal.SIGKILL
     assert sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}")) == ["checkpoint-3", "checkpoint-6"]
-    ours = callback(0.7)
+    ours = callback(0.7, passes=MEASURED)
     resumed = RUNS[name](folder, [ours])
     resumed.train(resume_from_checkpoint=True)
     assert whole.state.global_step == resumed.state.global_step == 12

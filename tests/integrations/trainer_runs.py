@@ -19,6 +19,7 @@ import graphopt
 from graphopt.bench.budget_run import glosses_module
 from graphopt.bench.greentrainer import minilm_folder, pretrained_minilm
 from graphopt.integrations.trainer import bucketed
+from tests.rules import MEASURED
 
 Row = dict[str, Tensor]
 
@@ -181,4 +182,4 @@ def history(run: transformers.Trainer, key: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    RUNS[sys.argv[1]](Path(sys.argv[2]), [callback(0.7), KilledAt(7)]).train()
+    RUNS[sys.argv[1]](Path(sys.argv[2]), [callback(0.7, passes=MEASURED), KilledAt(7)]).train()

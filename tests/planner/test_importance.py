@@ -3,7 +3,6 @@ import logging
 
 import pytest
 import torch
-from graphopt.passes import GreenTrainer
 from torch import nn
 
 import graphopt
@@ -11,9 +10,7 @@ from graphopt import ImportanceError
 from graphopt.calls import as_call
 from graphopt.planner.importance import Importance, measure_importance, next_update
 from tests import zoo
-
-MEASURED = [GreenTrainer(rule="greentrainer")]
-"""Selects by the importance that one batch's gradients show."""
+from tests.rules import MEASURED
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),

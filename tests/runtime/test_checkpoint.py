@@ -22,6 +22,7 @@ from graphopt.planner import product_times
 from graphopt.runtime.plain_values import to_plain
 from graphopt.runtime.state_file import read_state, write_state
 from tests import zoo
+from tests.rules import MEASURED
 from tests.runtime.comparing import same
 from tests.runtime.uneven import batches
 
@@ -61,7 +62,7 @@ def optimized(model: nn.Module, **options: Any) -> graphopt.OptimizedModule:
 def selecting(seed: int) -> Run:
     model = mlp(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    opt = optimized(model, budget=0.8, optimizer=optimizer)
+    opt = optimized(model, budget=0.8, passes=MEASURED, optimizer=optimizer)
     controller = SelectionController(opt, optimizer, every=2, tolerance=0.0)
     return Run(model, opt, optimizer, [controller.after_step], [controller])
 

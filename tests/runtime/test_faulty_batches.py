@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import GreenTrainer, Vcas
+from graphopt.passes import Vcas
 
 import graphopt
 from graphopt.runtime.calibration import Measurement
 from tests import zoo
 from tests.messages import warnings_of
-
-MEASURED = [GreenTrainer(rule="greentrainer")]
-"""Selects by the importance that one batch's gradients show."""
+from tests.rules import MEASURED
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

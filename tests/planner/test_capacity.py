@@ -1,0 +1,236 @@
+"""What a tensor is worth by its place and size; which rule rates, and that the plan then keeps to its budget."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import GreenTrainer
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import ImportanceError, PassError
+from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.live_rows import live_parts
+from graphopt.calls import as_call
+from graphopt.capture import capture
+from graphopt.planner.capacity import Weighting, capacity
+from graphopt.planner.importance import Importance
+from graphopt.planner.rating import rate_tensors
+from graphopt.planner.simple_rules import is_vector
+from tests import zoo
+
+
+def rated(model: nn.Module, inputs: Any, weighting: Weighting | None = None) -> dict[str, float]:
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    return capacity(analysis.graph, analysis.flops, analysis.flops.order, weighting).values
+
+
+def head_of(name: str) -> set[str]:
+    return {
+        "mlp": {"third.weight", "third.bias"},
+        "bert": {"classifier.weight", "classifier.bias"},
+        "vit": {"classifier.weight", "classifier.bias"},
+        "llama": {"lm_head.weight"},
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["mlp", "bert", "vit", "llama"])
+def test_a_value_depends_on_being_a_matrix_on_live_rows_and_on_being_the_output_layer(name: str) -> None:
+    model, inputs = zoo.make(name)
+    by = Weighting(vector=0.5, output=7.0, live=0.25)
+    live = live_parts(graphopt.analyze(model, inputs).graph)
+    small = {n for n, p in model.named_parameters() if is_vector(tuple(p.shape))}
+    values = rated(model, inputs, by)
+    expected = {n: live[n] ** 0.25 * (0.5 if n in small else 1.0) * (7.0 if n in head_of(name) else 1.0) for n in values}
+    largest = max(expected.values())
+    assert values == pytest.approx({n: value / largest for n, value in expected.items()})
+    assert max(values.values()) == 1.0
+
+
+def test_the_output_layer_counts_so_many_times_and_nothing_else_changes() -> None:
+    model, inputs = zoo.make("bert")
+    plain, more = (rated(model, inputs, Weighting(output=output)) for output in (1.0, 3.0))
+    scale = min(more[n] / plain[n] for n in plain)
+    factors = {n: more[n] / plain[n] / scale for n in plain}
+    assert factors == pytest.approx({n: 3.0 if n in head_of("bert") else 1.0 for n in plain})
+
+
+def test_with_no_regard_to_kind_and_rows_all_tensors_but_the_outputs_are_alike() -> None:
+    model, inputs = zoo.make("vit")
+    values = rated(model, inputs, Weighting(vector=1.0, output=4.0, live=0.0))
+    assert {n for n, value in values.items() if value == 1.0} == head_of("vit")
+    assert {value for n, value in values.items() if n not in head_of("vit")} == {0.25}
+
+
+def test_whatever_their_size_matrices_count_alike_and_vectors_less() -> None:
+    values = rated(*zoo.make("llama"), Weighting(vector=0.5, output=1.0))
+    assert {values[n] for n in values if "norm" not in n} == {1.0}
+    assert {values[n] for n in values if "norm" in n} == {0.5}
+
+
+def test_rows_that_are_live_count_by_diminishing_returns() -> None:
+    layer = "bert.encoder.layer.1."
+    for power in (1.0, 0.5, 0.0):
+        values = rated(*zoo.make("bert"), Weighting(vector=1.0, output=1.0, live=power))
+        one, all_of_them = (values[f"{layer}{name}.weight"] for name in ("intermediate.dense", "attention.self.key"))
+        assert one == pytest.approx(all_of_them / 12**power)
+
+
+def test_only_what_is_asked_for_is_rated_and_the_source_names_the_weighting() -> None:
+    model, inputs = zoo.make("mlp")
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    found = capacity(analysis.graph, analysis.flops, ["first.bias", "second.weight"], Weighting(0.375, 7.0, 0.25))
+    assert found.values == {"first.bias": 0.375, "second.weight": 1.0}
+    assert all(number in found.source for number in ("0.375", "7", "0.25"))
+    assert capacity(analysis.graph, analysis.flops, []).values == {}
+
+
+def test_weights_need_not_exist() -> None:
+    real = rated(*zoo.make("bert"))
+    model, inputs = zoo.make("bert")
+    assert rated(model.to("meta"), {name: tensor.to("meta") for name, tensor in inputs.items()}) == real
+
+
+# Which rule rates.
+
+
+def rate(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer | None = None, *passes: GreenTrainer) -> Importance:
+    args, kwargs = as_call(inputs)
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    graph = capture(model, args, kwargs)
+    return rate_tensors(passes, model, args, kwargs, graph, analysis.flops, analysis.flops.order, optimizer)
+
+
+def test_tensors_that_the_optimizer_does_not_hold_are_worth_nothing_and_the_others_what_they_were() -> None:
+    model, inputs = zoo.make("mlp")
+    held = {"second.weight", "second.bias"}
+    optimizer = torch.optim.AdamW(model.second.parameters())  # type: ignore[union-attr]
+    everything, found = rate(model, inputs).values, rate(model, inputs, optimizer).values
+    assert {n for n, value in found.items() if value} == held
+    assert found["second.bias"] / found["second.weight"] == pytest.approx(everything["second.bias"] / everything["second.weight"])
+    assert not set(graphopt.optimize(model, inputs, 0.75, backend="aot_eager", optimizer=optimizer).selected) - held
+
+
+def test_an_optimizer_that_holds_none_of_the_tensors_is_an_error() -> None:
+    model, inputs = zoo.make("mlp")
+    for rule in (GreenTrainer(), GreenTrainer(rule="greentrainer")):
+        with pytest.raises(ImportanceError):
+            rate(model, inputs, torch.optim.AdamW(zoo.make("mlp")[0].parameters()), rule)
+    with pytest.raises(ImportanceError, match="holds none of the tensors"):
+        rate(model, inputs, torch.optim.AdamW(zoo.make("mlp")[0].parameters()))
+
+
+def one_step(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients, and what a step then adds to the weights; by name."""
+    optimizer.zero_grad()
+    zoo.loss_of(zoo.call(model, inputs)).backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step()
+    return gradients, {n: p.detach() - before[n] for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("metric", ["loss", "update", "gradient"])
+def test_the_published_rule_measures_what_the_optimizers_next_step_does(metric: Any, steps: int) -> None:
+    model, inputs = zoo.make("mlp", dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        one_step(model, inputs, optimizer)
+    found = rate(model, inputs, optimizer, GreenTrainer(rule="greentrainer", metric=metric))
+    twin = copy.deepcopy(model)
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01)
+    other.load_state_dict(optimizer.state_dict())
+    g, dw = one_step(twin, inputs, other)
+    measures = {
+        "loss": {n: -float((dw[n] * g[n]).sum()) for n in g},
+        "update": {n: float(dw[n].abs().sum()) for n in g},
+        "gradient": {n: float(g[n].abs().sum()) for n in g},
+    }
+    largest = max(measures[metric].values())
+    assert found.values == pytest.approx({n: value / largest for n, value in measures[metric].items()})
+    assert ("metric" in found.source) == (metric != "loss")
+
+
+def test_without_a_pass_and_by_default_tensors_are_rated_by_place_and_size() -> None:
+    model, inputs = zoo.make("mlp")
+    by_capacity = rated(model, inputs)
+    assert rate(model, inputs).values == rate(model, inputs, None, GreenTrainer()).values == by_capacity
+    assert rate(model, inputs, None, GreenTrainer(rule="greentrainer")).values != by_capacity
+
+
+def test_rules_and_metrics_that_do_not_exist_are_refused_with_those_that_do() -> None:
+    with pytest.raises(PassError, match="rule='topmost' is unknown. Use one of capacity, greentrainer."):
+        GreenTrainer(rule="topmost")  # type: ignore[arg-type]
+    with pytest.raises(PassError, match="metric='hessian' is unknown. Use one of loss, update, gradient."):
+        GreenTrainer(rule="greentrainer", metric="hessian")  # type: ignore[arg-type]
+
+
+# What the plan makes of it.
+
+
+def chosen(model: nn.Module, inputs: Any, flops: float) -> graphopt.OptimizedModule:
+    opt = graphopt.optimize(model, inputs, budget=flops, backend="aot_eager")
+    assert isinstance(opt, graphopt.OptimizedModule)
+    return opt
+
+
+@given(st.floats(0.45, 0.99), st.integers(0, 100))
+@settings(max_examples=10)
+def test_the_budget_is_kept_and_the_values_of_the_example_do_not_matter(flops: float, seed: int) -> None:
+    model, (x, labels) = zoo.make("mlp")
+    torch.manual_seed(seed)
+    first, *others = (
+        chosen(model, batch, flops) for batch in ((x, labels), (torch.randn_like(x) * 100, 2 - labels), (x * math.nan, labels))
+    )
+    assert first.report.flops_ratio <= flops
+    assert first.selected
+    assert {frozenset(opt.selected) for opt in others} == {frozenset(first.selected)}
+
+
+def test_a_transformer_keeps_to_its_budget_whatever_is_in_the_batch() -> None:
+    model, inputs = zoo.make("bert")
+    other = {**inputs, "input_ids": zoo.tokens(4), "labels": 1 - inputs["labels"]}
+    one, two = chosen(model, inputs, 0.6), chosen(model, other, 0.6)
+    assert set(one.selected) == set(two.selected) >= {"classifier.weight", "classifier.bias"}
+    assert one.report.flops_ratio <= 0.6
+
+
+class Blocks(nn.Module):
+    """Residual blocks of two layers under names of one's choice."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 6), *(nn.Linear(6, 12) if k % 2 else nn.Linear(12, 6) for k in range(1, 7)), nn.Linear(6, 3)]
+        self.parts = nn.ModuleDict(OrderedDict(zip(names, layers, strict=True)))
+        self.order = names
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        first, *inner, last = (self.parts[name] for name in self.order)
+        x = torch.tanh(first(x))
+        for wide, narrow in zip(inner[::2], inner[1::2], strict=True):
+            x = x + narrow(torch.relu(wide(x)))
+        return nn.functional.cross_entropy(last(x), labels)
+
+
+@given(
+    st.permutations(["a", "head", "classifier", "z", "bias", "layer10", "layer9", "attention"]), st.sampled_from([0.45, 0.6, 0.8])
+)
+@settings(max_examples=8)
+def test_names_are_not_looked_at(names: list[str], flops: float) -> None:
+    inputs = (torch.randn(5, 6), torch.randint(0, 3, (5,)))
+    found = []
+    for each in (sorted(names), names):
+        model = Blocks(each)
+        selected = chosen(model, inputs, flops).selected
+        found.append([name in selected for name, _ in model.named_parameters()])
+    assert found[0] == found[1]
