@@ -25,7 +25,7 @@ from graphopt.bench.device import this_device
 from graphopt.bench.greentrainer import minilm_folder
 from graphopt.errors import GraphoptError, InputError
 
-AIM = 0.65
+AIM = 0.3
 """Part of exact training's time in which `auto` is to be as accurate."""
 
 _COLOURS = {

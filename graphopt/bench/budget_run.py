@@ -156,14 +156,14 @@ def adapters(model: nn.Module, example: Batch, rate: float, backend: str) -> Pre
 
 VARIANTS = {
     "exact": Variant(3e-4, exact),
-    "greentrainer": Variant(5e-4, within(graphopt.Budget(flops=FLOPS), ["greentrainer"])),
+    "greentrainer": Variant(1e-3, within(graphopt.Budget(flops=FLOPS), ["greentrainer"])),
     # as in examples/vcas_glosses.py: the defaults are for longer training
     "vcas": Variant(3e-4, within(graphopt.Budget(variance=VARIANCE), [Vcas(every=50, alpha=0.03, beta=0.85)])),
     "lsp": Variant(1e-3, compressed),
     "runlora": Variant(1e-3, adapters),
-    "auto": Variant(5e-4, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE))),
+    "auto": Variant(1e-3, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE))),
     "joint": Variant(
-        5e-4, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE), ["greentrainer", Vcas(every=50, jointly=True)])
+        1e-3, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE), ["greentrainer", Vcas(every=50, jointly=True)])
     ),
 }
 
@@ -226,7 +226,7 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
     rows = {key: tensor[: settings.validation_rows] for key, tensor in validation.items()}
     torch.manual_seed(settings.seed)
     model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        minilm_folder(), num_labels=len(labels), local_files_only=True
+        minilm_folder(), num_labels=len(labels), problem_type="single_label_classification", local_files_only=True
     )
     model = model.to(torch.device(device)).train()
     most = settings.steps if name == "exact" else settings.most_steps

@@ -220,7 +220,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     for row in results["rows"]:
         by_table[row["task"], row["flops"]].append(row)
     for (task, flops), rows in by_table.items():
-        table = Table(title=f"{task}, {flops} of the FLOPs")
+        table = Table(title=f"{task}, {flops} of the FLOPs", padding=0)  # else numbers are cut at 80 columns
         for column in ("rule", "accuracy", "held out", "loss", "seeds", "rate", "tensors", "FLOPs"):
             table.add_column(column, justify="left" if column == "rule" else "right", no_wrap=column == "rule")
         for row in sorted(rows, key=lambda r: -r["accuracy"]):

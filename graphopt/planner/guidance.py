@@ -57,10 +57,11 @@ def worth_of_flops(costs: BackwardCosts, values: Sequence[float], ratios: Sequen
 
 
 def cliffs(curve: Sequence[Worth]) -> tuple[float, ...]:
-    """Fractions that gain much more than those next to them: just below one, a large part of the model no longer fits."""
+    """Fractions that gain much more than those next to them, and than average: just below, something large no longer fits."""
     gains = [_gain(below, above) for below, above in itertools.pairwise(curve)]
     around = zip([0.0, *gains], gains, [*gains[1:], 0.0], strict=False)
-    steep = [k for k, (before, gain, after) in enumerate(around) if gain >= STEEP * max(before, after) and gain > 0]
+    average = _gain(curve[0], curve[-1])
+    steep = [k for k, (before, gain, after) in enumerate(around) if gain >= max(STEEP * max(before, after), average) > 0]
     return tuple(curve[k + 1].flops for k in steep)
 
 
@@ -75,7 +76,7 @@ def next_better(curve: Sequence[Worth], flops: float) -> Worth | None:
     if now is None or not above:
         return None
     best = max(above, key=lambda w: _gain(now, w))
-    return best if _gain(now, best) >= STEEP * _gain(now, above[-1]) else None
+    return best if best.value > now.value and _gain(now, best) >= STEEP * _gain(now, above[-1]) else None
 
 
 def _gain(below: Worth, above: Worth) -> float:

@@ -18,6 +18,7 @@ from graphopt.runtime import variants
 from graphopt.runtime.calibration import Measurement
 from graphopt.runtime.sampling import IdleController, SamplingController
 from tests.messages import warnings_of
+from tests.rules import MEASURED
 
 Batch = tuple[Tensor, Tensor]
 
@@ -54,10 +55,10 @@ class Run:
         torch.manual_seed(seed)
         self.model = Stack()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        passes = ["greentrainer", Vcas(every=4, jointly=True)] if variance is not None else ["greentrainer"]
-        sampler = options.pop("sampler", None)
+        selects, sampler = options.pop("selects", "greentrainer"), options.pop("sampler", None)
+        passes = [selects, Vcas(every=4, jointly=True)] if variance is not None else [selects]
         if sampler is not None:
-            passes = ["greentrainer", Vcas(every=4, jointly=True, sampler=sampler)]
+            passes = [selects, Vcas(every=4, jointly=True, sampler=sampler)]
         budget = graphopt.Budget(flops=flops, variance=variance, **options)
         self.opt = graphopt.optimize(self.model, data(1)[0], budget, passes, "aot_eager", optimizer=self.optimizer)
 
@@ -175,7 +176,7 @@ def test_stopped_and_resumed_it_goes_on_bit_equal(tmp_path: Path) -> None:
 
 
 def test_selecting_anew_keeps_what_was_chosen_or_starts_again_without_ratios() -> None:
-    run = Run()
+    run = Run(selects=MEASURED[0])
     for batch in data(4):
         run.step(batch)
     joint = run.opt.plan
