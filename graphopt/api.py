@@ -68,8 +68,9 @@ def optimize(
         budget: what a step may cost; a bare number is `Budget(flops=...)`; None compiles without approximation.
         passes: "auto" for those that the budget needs, or names and pass objects.
         backend: "inductor", "aot_eager", or a callable `(gm, inputs) -> callable`.
-        optimizer: rates tensors by its own next step; without it, by their squared gradient.
-        loss: a scalar from the model's output, for a model that does not return a loss; only used to rate tensors.
+        optimizer: tensors that it does not hold are not selected. `GreenTrainer(rule="greentrainer")` rates tensors by its next
+            step; without it, by their squared gradient.
+        loss: a scalar from the model's output, for a model that does not return a loss; only that rule uses it.
         batch_dim: which dimension of each input is the batch: a number, or per input name (None: it has no batch).
         verify: run one compiled step on the example batch and compare outputs, gradients and buffers with eager autograd; if one
             differs, warn which, and train the model as it is. Leaves no trace in the model. Of a sampler the step without
@@ -273,29 +274,27 @@ def pareto(
     *,
     backend: str = "aot_eager",
     optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = "adamw",
-    loss: LossFunction | None = None,
     batch_dim: BatchDim = 0,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[Point, ...]:
-    """What a training step of a model can cost: the best plans over FLOPs and memory, with the importance that they keep.
+    """What a training step of a model can cost: the best plans over FLOPs and memory, with the value that they keep.
 
     Args:
-        model, example_inputs, backend, optimizer, loss, batch_dim: as for `analyze`; the weights are real.
+        model, example_inputs, backend, optimizer, batch_dim: as for `analyze`.
         advance: called as the search goes on, for a progress bar; see `trade_offs`.
     Raises:
-        BudgetError, InputError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
+        BudgetError, InputError, CaptureError, TorchVersionError: with cause and remedy.
     """
     if backend not in ("inductor", "aot_eager"):
         raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
-    _require_storage(model)
     with _training_mode(model):
         graph = capture(model, args, kwargs, batch_dim)
-        profile = flop_profile(graph)
-        importance = rate_tensors((), model, args, kwargs, graph, profile, profile.order, None, loss)
+    profile = flop_profile(graph)
+    rated = rate_tensors((), model, args, kwargs, graph, profile, profile.order)
     limit = MemoryLimit(0, backend, optimizer)
-    return trade_offs(graph, importance, limit, default_compression(graph, True), advance)
+    return trade_offs(graph, rated, limit, default_compression(graph, True), advance)
 
 
 @contextlib.contextmanager

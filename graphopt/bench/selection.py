@@ -23,7 +23,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from graphopt.bench.device import this_device
-from graphopt.bench.selection_run import RULES, Run, train
+from graphopt.bench.selection_run import RESULTS, RULES, Run, finished, train
 from graphopt.bench.selection_tasks import TASKS, load
 from graphopt.errors import InputError
 
@@ -63,7 +63,7 @@ def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[s
     """Run what is missing, in `jobs` processes of one thread each, and compare.
 
     Args:
-        folder: of `runs.jsonl`, which holds every finished run, and of pre-trained weights.
+        folder: of `RESULTS`, which holds every finished run, and of pre-trained weights.
     Raises:
         InputError: an unknown task or rule, or a file that holds something else.
     """
@@ -71,7 +71,7 @@ def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[s
     starts = {task: load(task, folder) for task in settings.tasks}  # pre-trains once, before there are many processes
     rates = {task: found.rate for task, found in starts.items()}
     steps = {task: settings.steps or found.steps for task, found in starts.items()}
-    file = folder / "runs.jsonl"
+    file = folder / RESULTS
     results = finished(file)
     context = multiprocessing.get_context("spawn")
     with Progress(console=console) as bar, ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -191,23 +191,6 @@ def compare(
     return rows
 
 
-def finished(file: Path) -> list[dict[str, Any]]:
-    """The runs in a file; none if there is no such file.
-
-    Raises:
-        InputError: it holds something else.
-    """
-    if not file.exists():
-        return []
-    try:
-        found = [json.loads(line) for line in file.read_text().splitlines()]
-        for result in found:
-            Run(**{field.name: result[field.name] for field in fields(Run)})
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file} holds no results of this benchmark: name another folder with --out.") from error
-    return found
-
-
 def _append(file: Path, result: Result) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as out:
@@ -221,8 +204,8 @@ def show(results: dict[str, Any], console: Console) -> None:
         by_table[row["task"], row["flops"]].append(row)
     for (task, flops), rows in by_table.items():
         table = Table(title=f"{task}, {flops} of the FLOPs", padding=0)  # else numbers are cut at 80 columns
-        for column in ("rule", "accuracy", "held out", "loss", "seeds", "rate", "tensors", "FLOPs"):
-            table.add_column(column, justify="left" if column == "rule" else "right", no_wrap=column == "rule")
+        for column in ("rule", "accuracy", "held out", "loss", "seeds", "rate", "tensors"):
+            table.add_column(column, justify="left" if column == "rule" else "right", no_wrap=True)
         for row in sorted(rows, key=lambda r: -r["accuracy"]):
             table.add_row(
                 row["rule"],
@@ -232,7 +215,6 @@ def show(results: dict[str, Any], console: Console) -> None:
                 str(row["seeds"]) + ("" if row["complete"] else " *"),
                 f"{row['rate']:.2g}",
                 str(row["trained"]),
-                f"{row['step_flops']:.3f}",
             )
         console.print(table)
     console.print(

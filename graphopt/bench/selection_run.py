@@ -7,9 +7,10 @@ FLOPs are counted on the graph; seconds are not compared here.
 from __future__ import annotations
 
 import functools
+import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,13 @@ import graphopt
 from graphopt.analysis.flops import FlopProfile
 from graphopt.bench.budget_run import rate_factor
 from graphopt.bench.selection_tasks import Task, batches, evaluate, load
+from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.simple_rules import Shapes, in_order, is_vector, shuffled, small_first, topmost
+
+RESULTS = "runs.jsonl"
+"""File of the finished runs, one per line."""
 
 PERIOD = 50
 """Steps between two sets of the rotation."""
@@ -127,8 +132,10 @@ def _loaded(task: str, folder: Path) -> tuple[Task, BackwardCosts, Shapes]:
 def train(run: Run, folder: Path) -> dict[str, Any]:
     """Fine-tune, and evaluate on the rows for tuning and on those that are held out.
 
+    A run of another rule that trained the same tensors in the same way is not repeated: its result is returned.
+
     Args:
-        folder: see `load`.
+        folder: of the finished runs; see also `load`.
     """
     quiet_transformers()
     torch.set_num_threads(1)
@@ -137,6 +144,10 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     chosen = _chosen(run, task, costs, shapes, 0)
     choosing = time.perf_counter() - start
+    trained_names = [costs.names[k] for k in chosen]
+    for earlier in finished(folder / RESULTS):
+        if run.rule != "rotation" and earlier["trained"] == trained_names and _trains_alike(earlier, run):
+            return {**earlier, **asdict(run), "choosing_seconds": choosing, "seconds": 0.0}
     model = task.make_model(run.seed)
     parameters = dict(model.named_parameters())
     trained = range(len(costs.names)) if run.rule == "rotation" else chosen
@@ -161,11 +172,33 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         "loss": loss,
         "held_out": held_out,
         "held_out_loss": held_out_loss,
-        "trained": [costs.names[k] for k in chosen],
+        "trained": trained_names,
         "step_flops": costs.part(costs.forward_flops + costs.cost(chosen)),
         "seconds": seconds,
         "choosing_seconds": choosing,
     }
+
+
+def finished(file: Path) -> list[dict[str, Any]]:
+    """The runs in a file; none if there is no such file.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    if not file.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in file.read_text().splitlines()]
+        for result in found:
+            Run(**{field.name: result[field.name] for field in fields(Run)})
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{file} holds no results of this benchmark: name another folder with --out.") from error
+    return found
+
+
+def _trains_alike(earlier: dict[str, Any], run: Run) -> bool:
+    same = all(earlier[name] == getattr(run, name) for name in ("task", "rate", "steps", "seed"))
+    return same and earlier["rule"] != "rotation"
 
 
 def _chosen(run: Run, task: Task, costs: BackwardCosts, shapes: Shapes, period: int) -> list[int]:

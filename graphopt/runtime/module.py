@@ -246,11 +246,13 @@ class OptimizedModule(nn.Module):
         return self._variants.is_captured(*as_call(batch))
 
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
-        """Measure importance again and change the selection if that gains enough (GreenTrainer does so every epoch).
+        """Rate tensors again and change the selection if that gains enough.
+
+        The default rule rates by structure alone: only where tensors were frozen or unfrozen does its selection change.
 
         Args:
             batch: what the model is called with: a tuple, or a dict with labels.
-            optimizer: the one that trains the model; see `measure_importance`.
+            optimizer: the one that trains the model; see `rate_tensors`.
             tolerance: the current selection stays unless the new one's importance exceeds its by this fraction, because a
                 change costs a compilation (a selection that was in force recently is still compiled).
         Returns:
