@@ -160,7 +160,7 @@ def pareto(
 
     make_folder_of(plot)
     with Progress(console=Console(stderr=True)) as bar:
-        loaded, inputs = load(model, batch, length, weights=True)
+        loaded, inputs = load(model, batch, length, weights=False)
         task = bar.add_task("planning", total=STEPS**2)
         points = find(loaded, inputs, backend=backend, optimizer=_named(optimizer), advance=lambda: bar.advance(task))
         curve = worth(loaded, inputs)

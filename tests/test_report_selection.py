@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from graphopt.passes import GreenTrainer
 
 import graphopt
 from graphopt.analysis.flops import FlopProfile
+from graphopt.api import worth
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth
 from graphopt.planner.simple_rules import SIMPLE_RULES
@@ -63,6 +65,13 @@ def test_values_are_parts_of_everythings() -> None:
     for name, rule in SIMPLE_RULES.items():
         chosen = [costs.names[k] for k in rule(costs, shapes, costs.affordable(0.6))]
         assert summary.alternatives[name] == pytest.approx(sum(values[n] for n in chosen) / total)
+
+
+@pytest.mark.parametrize(("name", "flops"), [("mlp", 0.4), ("mlp", 0.5), ("bert", 0.5)])
+def test_everything_includes_what_the_budget_cannot_reach(name: str, flops: float) -> None:
+    model, inputs = zoo.make(name)
+    there = next(w for w in worth(model, inputs) if math.isclose(w.flops, flops))
+    assert summary_of(name, flops).value == pytest.approx(there.value, rel=0.02)
 
 
 def test_the_rule_is_named() -> None:

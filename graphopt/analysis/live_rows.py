@@ -64,7 +64,7 @@ class Rows:
 
 
 def live_parts(graph: TrainingGraph) -> dict[str, float]:
-    """Per parameter, the part of the rows in its gradient's sum that can be other than zero, in (0, 1]."""
+    """Per parameter, the part of the rows in its gradient's sum that can be other than zero, in [0, 1]."""
     cone, found = gradient_cone(graph), dict[fx.Node, Rows]()
     for node in graph.graph.nodes:
         if node in cone and node.op == "call_function":

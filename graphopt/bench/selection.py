@@ -57,6 +57,8 @@ class Settings:
             unknown = sorted(set(names) - set(known))
             if unknown:
                 raise InputError(f"unknown {kind} {', '.join(unknown)}: known are {', '.join(known)}.")
+            if len(set(names)) < len(names):
+                raise InputError(f"a {kind} is named twice: {', '.join(names)}.")
 
 
 def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[s
     rates = {task: found.rate for task, found in starts.items()}
     steps = {task: settings.steps or found.steps for task, found in starts.items()}
     file = folder / RESULTS
+    _drop_unfinished(file)
     results = finished(file)
     context = multiprocessing.get_context("spawn")
     with Progress(console=console) as bar, ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -189,6 +192,13 @@ def compare(
                     }
                 )
     return rows
+
+
+def _drop_unfinished(file: Path) -> None:
+    """Cut off a last line that a process that was killed did not finish."""
+    text = file.read_text() if file.exists() else ""
+    if text and not text.endswith("\n"):
+        file.write_text(text[: text.rfind("\n") + 1])
 
 
 def _append(file: Path, result: Result) -> None:

@@ -180,7 +180,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def finished(file: Path) -> list[dict[str, Any]]:
-    """The runs in a file; none if there is no such file.
+    """The runs in a file; none if there is no such file. A last line that is still being written does not count.
 
     Raises:
         InputError: it holds something else.
@@ -188,9 +188,11 @@ def finished(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        found = [json.loads(line) for line in file.read_text().splitlines()]
+        found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
         for result in found:
             Run(**{field.name: result[field.name] for field in fields(Run)})
+            float(result["accuracy"])
+            list(result["trained"])
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"{file} holds no results of this benchmark: name another folder with --out.") from error
     return found

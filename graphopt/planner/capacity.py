@@ -10,7 +10,6 @@ layers. So every matrix counts alike, and the cheapest are chosen:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from graphopt.analysis.flops import FlopProfile
@@ -36,8 +35,8 @@ class Weighting:
     live: float = 0.1
 
 
-def capacity(graph: TrainingGraph, profile: FlopProfile, names: Iterable[str], weighting: Weighting | None = None) -> Importance:
-    """Rate the parameters `names`; no gradient is computed, so that weights may be fake and a batch may be anything.
+def capacity(graph: TrainingGraph, profile: FlopProfile, weighting: Weighting | None = None) -> Importance:
+    """Rate all trainable parameters; no gradient is computed, so that weights may be fake and a batch may be anything.
 
     The output layer is every tensor whose gradient costs nothing but its own product: no gradient is passed on to reach it.
 
@@ -51,7 +50,7 @@ def capacity(graph: TrainingGraph, profile: FlopProfile, names: Iterable[str], w
     last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
     values = {
         name: (by.output if name in last else 1.0) * (by.vector if is_vector(shapes[name]) else 1.0) * live[name] ** by.live
-        for name in names
+        for name in costs.names
     }
     largest = max(values.values(), default=1.0) or 1.0
     source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}, live part of the rows ** {by.live:g}"

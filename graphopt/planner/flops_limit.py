@@ -115,7 +115,8 @@ class FlopsLimit:
         names, tried = frozenset(selection.names), 0
         if not self.likely_saved or not selection.names:
             return selection
-        for value, name in sorted(zip(values, self.profile.order, strict=True), reverse=True):
+        for k in sorted(range(len(values)), key=lambda k: -values[k]):  # of equal ones, the nearest to the output
+            value, name = values[k], self.profile.order[k]
             more = names | {name}
             fits = self.profile.forward + self.profile.cost(more) <= self.most + max(0, self.likely_saved)
             if name in names or value <= 0 or not fits or tried == ROUNDS:

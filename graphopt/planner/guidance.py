@@ -60,7 +60,7 @@ def cliffs(curve: Sequence[Worth]) -> tuple[float, ...]:
     """Fractions that gain much more than those next to them, and than average: just below, something large no longer fits."""
     gains = [_gain(below, above) for below, above in itertools.pairwise(curve)]
     around = zip([0.0, *gains], gains, [*gains[1:], 0.0], strict=False)
-    average = _gain(curve[0], curve[-1])
+    average = _gain(curve[0], curve[-1]) if curve else 0.0
     steep = [k for k, (before, gain, after) in enumerate(around) if gain >= max(STEEP * max(before, after), average) > 0]
     return tuple(curve[k + 1].flops for k in steep)
 

@@ -25,13 +25,14 @@ def rate_tensors(
     kwargs: Mapping[str, Any],
     graph: TrainingGraph,
     profile: FlopProfile,
-    names: Collection[str],
+    reachable: Collection[str],
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
 ) -> Importance:
-    """What training each of the parameters `names` is worth, by the rule of the pass that selects; by its default without one.
+    """What training each parameter is worth, by the rule of the pass that selects; by its default without one.
 
     Args:
+        reachable: those that the budget can reach. Where rating takes gradients, only these are rated.
         graph, profile: of a training step on that batch.
         args, kwargs, optimizer, loss: see `measure_importance`. Tensors that an optimizer does not hold are worth 0.
     Raises:
@@ -39,13 +40,13 @@ def rate_tensors(
     """
     if measures_gradients(passes):
         metric = next(p.metric for p in passes if isinstance(p, GreenTrainer))
-        return measure_importance(model, args, kwargs, names, optimizer, loss, metric)
-    rated = capacity(graph, profile, names)
+        return measure_importance(model, args, kwargs, reachable, optimizer, loss, metric)
+    rated = capacity(graph, profile)
     if optimizer is None:
         return rated
     parameters = dict(model.named_parameters())
     values = {name: value if holds(optimizer, parameters[name]) else 0.0 for name, value in rated.values.items()}
-    if not any(values.values()):
+    if not any(values[name] for name in reachable):
         raise ImportanceError("the optimizer holds none of the tensors that the budget can reach: pass the one that trains them.")
     return replace(rated, values=values)
 

@@ -8,19 +8,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
-from graphopt.bench import selection
-from graphopt.bench.selection import DRAWS, NEAR, Settings, compare, finished, missing, show
-from graphopt.bench.selection_run import RULES, Run
+from graphopt.bench import selection, selection_run
+from graphopt.bench.selection import DRAWS, NEAR, Settings, compare, missing, show
+from graphopt.bench.selection_run import RULES, Run, finished
 from graphopt.errors import InputError
+from graphopt.planner.costs import BackwardCosts
 
 RATE, STEPS = 1e-3, 10
 Accuracy = Callable[[Run], float]
@@ -249,6 +251,33 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str) 
     (tmp_path / "runs.jsonl").write_text(json.dumps(result(Run("digits", "ours", 0.5, RATE, STEPS, 0), 0.5)) + "\n" + text + "\n")
     with pytest.raises(InputError, match="holds no results of this benchmark"):
         finished(tmp_path / "runs.jsonl")
+
+
+def test_what_another_rule_trained_alike_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = BackwardCosts(("b", "a"), 1, ((frozenset([0]), 1), (frozenset([1]), 1)), (1, 1))
+    task = SimpleNamespace(precision="highest", make_model=lambda seed: pytest.fail("trained again"))
+    monkeypatch.setattr(selection_run, "_loaded", lambda name, folder: (task, costs, {"a": (2,), "b": (2, 2)}))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    earlier = {**result(Run("digits", "topmost", 0.7, RATE, STEPS, 0), 0.75), "trained": ["b"]}
+    (tmp_path / "runs.jsonl").write_text(json.dumps(earlier) + "\n")
+    wanted = Run("digits", "biases and norms first", 0.7, RATE, STEPS, 0)
+    monkeypatch.setitem(RULES, "biases and norms first", lambda problem: [0])
+    found = selection_run.train(wanted, tmp_path)
+    assert Run(**{name: found[name] for name in asdict(wanted)}) == wanted
+    assert {found[name] == earlier[name] for name in ("accuracy", "loss", "held_out", "held_out_loss", "step_flops")} == {True}
+    others: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"rate": RATE / 2},
+        {"steps": STEPS + 1},
+        {"task": "glosses"},
+        {"rule": "rotation"},
+    ]
+    for other in others:
+        with pytest.raises(pytest.fail.Exception, match="trained again"):
+            selection_run.train(replace(wanted, **other), tmp_path)
+    monkeypatch.setitem(RULES, "biases and norms first", lambda problem: [0, 1])
+    with pytest.raises(pytest.fail.Exception, match="trained again"):
+        selection_run.train(wanted, tmp_path)
 
 
 class AtOnce:
