@@ -47,7 +47,7 @@ def worth_of_flops(costs: BackwardCosts, values: Sequence[float], ratios: Sequen
     least = smallest_ratio(costs)
     tried = {least, 1.0, *(r for r in ratios if r > least), *(k * STEP for k in range(1, round(1 / STEP)) if k * STEP > least)}
     found = []
-    for ratio in sorted(round(r, 6) for r in tried):
+    for ratio in sorted({round(r, 6) for r in tried}):
         try:
             selection = select(costs, values, ratio, solver="knapsack")
         except BudgetError:  # a rounding below the smallest
