@@ -18,12 +18,10 @@ from graphopt.passes.base import Changes, Preserves, Site
 
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
+from graphopt.planner.importance import Metric
 
 Rule = Literal["capacity", "greentrainer"]
 """By what tensors are selected; see `GreenTrainer`."""
-
-Metric = Literal["loss", "update", "gradient"]
-"""What `rule="greentrainer"` measures (Table 4): "loss", -<dw, g> (Eq. 6); "update", |dw|_1; "gradient", |g|_1."""
 
 
 @dataclass(frozen=True)

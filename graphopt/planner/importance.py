@@ -12,14 +12,16 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from graphopt.errors import ImportanceError
 from graphopt.loss import LossFunction, scalar_loss
-from graphopt.passes.greentrainer import Metric
+
+Metric = Literal["loss", "update", "gradient"]
+"""What the importance of a tensor is (GreenTrainer, Table 4): "loss", -<dw, g> (Eq. 6); "update", |dw|_1; "gradient", |g|_1."""
 
 
 @dataclass(frozen=True)
