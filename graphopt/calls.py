@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from graphopt.compat import pytree
-from graphopt.errors import InputError
+from graphopt.errors import BatchError, InputError
 
 BatchDim = int | None | Mapping[str | int, int | None]
 """Which dimension of each input is the batch: one number for all, or per input name (or position); None: no batch."""
@@ -92,12 +92,12 @@ def batch_size_of(inputs: FlatInputs, dims: Sequence[int | None]) -> int | None:
     """The common batch size; None when no input has a batch.
 
     Raises:
-        InputError: the batch dimensions disagree.
+        BatchError: the batch dimensions disagree.
     """
     sizes = {n: int(t.shape[d]) for n, t, d in zip(inputs.names, inputs.tensors, dims, strict=True) if d is not None}
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise InputError(
+        raise BatchError(
             f"the batch dimensions of the inputs disagree ({listed}). Give every input the same batch, or name the "
             "dimension per input, e.g. batch_dim={'position_ids': None} for one without a batch."
         )

@@ -312,12 +312,17 @@ def unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
 @contextlib.contextmanager
 def no_generation_cache(model: nn.Module) -> Iterator[None]:
     """Generative models return a key and value cache unless told not to; training has no use for it."""
-    held: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in held if getattr(config, _CACHE, False)}
+    configs = [config for config in caching_configs(model) if config.use_cache]
     try:
-        for config in configs.values():
-            setattr(config, _CACHE, False)
+        for config in configs:
+            config.use_cache = False
         yield
     finally:
-        for config in configs.values():
-            setattr(config, _CACHE, True)
+        for config in configs:
+            config.use_cache = True
+
+
+def caching_configs(model: nn.Module) -> list[Any]:
+    """Configurations of generative models in a model, which say whether they return a cache."""
+    held = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    return [config for config in held.values() if isinstance(getattr(config, _CACHE, None), bool)]

@@ -22,10 +22,13 @@ from graphopt.report.picture import block_picture
 from graphopt.report.summary import Report
 
 if TYPE_CHECKING:
+    from graphopt.frontend.running import RegionStep
     from graphopt.runtime.compiled_step import CompiledStep
 
 
-def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | None) -> list[Path]:
+def dump(
+    directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | RegionStep | None
+) -> list[Path]:
     """Write every artifact to `directory`, which is made if need be.
 
     Args:
@@ -46,7 +49,9 @@ def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report
     return written
 
 
-def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | None) -> Iterator[tuple[str, str]]:
+def artifacts(
+    graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | RegionStep | None
+) -> Iterator[tuple[str, str]]:
     """(file name, text) of every artifact."""
     stage = 0
     before = readable(graph)
@@ -59,12 +64,11 @@ def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: CompiledSt
         yield f"{stage}_{rewrite.name}.py", after
         yield f"{stage}_{rewrite.name}.diff", unified_diff(before, after, rewrite.name)
         before = after
-    if step is not None:
-        yield f"{stage + 1}_forward.py", _readable_module(step.lowered.halves.forward, f"batch {step.graph.batch_size}")
-        yield (
-            f"{stage + 1}_backward.py",
-            _readable_module(step.lowered.halves.backward, f"batch {step.graph.batch_size}"),
-        )
+    size = graph.batch_size if step is None else step.graph.batch_size
+    for number, halves in enumerate(() if step is None else step.halves):
+        part = f"_{number}" if number else ""  # after a graph break
+        for name, half in zip(("forward", "backward"), halves, strict=True):
+            yield f"{stage + 1}_{name}{part}.py", _readable_module(half, f"batch {size}")
     yield "blocks.svg", block_picture(graph, current)
     yield "report.json", json.dumps(report.to_dict(), indent=2) + "\n"
 

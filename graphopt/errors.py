@@ -13,8 +13,16 @@ class InputError(GraphoptError, ValueError):
     """Example or training inputs that graphopt cannot use."""
 
 
+class BatchError(InputError):
+    """Inputs whose batch dimensions disagree."""
+
+
 class CaptureError(GraphoptError, RuntimeError):
     """The model could not be traced to a joint forward and backward graph."""
+
+
+class NothingToPlan(CaptureError):
+    """No part of the model that torch.compile traces has a backward."""
 
 
 class PassError(GraphoptError, ValueError):
@@ -31,3 +39,9 @@ class CheckpointError(GraphoptError, RuntimeError):
 
 class TorchVersionError(GraphoptError, ImportError):
     """The installed torch is outside the supported range."""
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error, for a message of one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,17 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.compat import InputDesc, JointExport, OutputAlias, OutputDesc, PythonState, expression, graph_module, output_list
+from graphopt.compat import (
+    InputDesc,
+    JointExport,
+    OutputAlias,
+    OutputDesc,
+    PythonState,
+    expression,
+    graph_module,
+    has_effect,
+    output_list,
+)
 from graphopt.errors import PassError
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)
@@ -56,6 +66,7 @@ class TrainingGraph:
         static_reason: why the batch is not symbolic, or "".
         refused: outputs whose gradient this graph cannot take, although the model's own backward could.
         state: the Python state of the model that the trace depends on; None where it was not recorded.
+        sizes: values of the other symbols in the graph's shapes, by which FLOPs and bytes are counted.
     """
 
     module: fx.GraphModule
@@ -73,6 +84,7 @@ class TrainingGraph:
     refused: tuple[OutputDesc, ...] = ()
     notes: list[str] = field(default_factory=list)
     state: PythonState | None = field(default=None, repr=False, compare=False)
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def symbolic(self) -> bool:
@@ -127,11 +139,15 @@ class TrainingGraph:
 
     def formula(self, value: Any) -> sympy.Expr:
         """An int or symbolic int of this graph as an expression of `BATCH`."""
-        return expression(value).subs(dict.fromkeys(self.symbols, BATCH))
+        return expression(value).subs({**self.sizes, **dict.fromkeys(self.symbols, BATCH)})
 
     def at(self, value: Any, batch_size: int) -> int:
         """An int or symbolic int of this graph at a concrete batch size."""
-        return value if isinstance(value, int) else _at(expression(value), self.symbols, batch_size)
+        if isinstance(value, int):
+            return value
+        if self.sizes:
+            return int(expression(value).subs({**self.sizes, **dict.fromkeys(self.symbols, batch_size)}))
+        return _at(expression(value), self.symbols, batch_size)
 
     def accepts(self, batch_size: int) -> bool:
         """Whether the graph is valid for `batch_size`: every condition the trace relied on holds there."""
@@ -201,13 +217,13 @@ def _at(formula: sympy.Expr, symbols: frozenset[sympy.Symbol], batch_size: int) 
 
 
 def remove_dead_nodes(module: fx.GraphModule) -> int:
-    """Remove nodes that no output of a functional graph needs; returns how many.
+    """Remove nodes that no output of a graph needs and that change nothing; returns how many.
 
-    Unlike FX's own dead-code elimination this also removes random operators, attention with dropout among them: in a
-    functional graph a node whose result nobody reads has no effect.
+    Unlike FX's own dead-code elimination this also removes random operators, attention with dropout among them.
     """
     graph = module.graph
-    needed = ancestors(graph.output_node().all_input_nodes)
+    lasting = [node for node in graph.nodes if node.op not in ("placeholder", "output") and has_effect(node)]
+    needed = ancestors([*graph.output_node().all_input_nodes, *lasting])
     dead = [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and n not in needed]
     for node in dead:
         graph.erase_node(node)

@@ -4,6 +4,7 @@ of the user's model."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -13,12 +14,15 @@ from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 
 
-def concrete_inputs(graph: TrainingGraph, batch_size: int, fake_mode: object) -> list[Tensor]:
-    """Fake tensors for every placeholder of `graph`, with `B` set to `batch_size`."""
-    tensors = []
+def concrete_inputs(graph: TrainingGraph, batch_size: int, fake_mode: object) -> list[Any]:
+    """Fake tensors and numbers for every placeholder of `graph`, with `B` set to `batch_size`."""
+    tensors: list[Any] = []
     with fake_mode:  # type: ignore[attr-defined]
         for node in graph.placeholders:
-            value = node.meta["val"]
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor):
+                tensors.append(graph.at(value, batch_size) if isinstance(value, torch.SymInt) else value)
+                continue
             tensors.append(
                 torch.empty_strided(
                     [graph.at(s, batch_size) for s in value.shape],

@@ -120,7 +120,8 @@ def test_checkpointed_regions_are_recomputed(backend: str) -> None:
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
         assert opt.last_step is not None
-        values = [n.meta["val"] for n in opt.last_step.lowered.halves.backward.graph.nodes if n.op == "placeholder"]
+        ((_, backward),) = opt.last_step.halves
+        values = [n.meta["val"] for n in backward.graph.nodes if n.op == "placeholder"]
         saved.append(sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor)))
     assert saved[1] < 0.6 * saved[0]
 
@@ -164,19 +165,51 @@ def test_dropout_in_a_checkpointed_region_is_the_same_in_forward_and_backward(ba
     assert (values[0] - values[1]) / 2e-6 == pytest.approx(slope.item(), rel=1e-3)
 
 
-def test_graph_break_names_the_line_and_the_remedy() -> None:
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_graph_break_runs_and_the_report_names_the_line() -> None:
+    model = Breaks()
+    opt = graphopt.optimize(model, (torch.randn(2, 3),), backend="aot_eager")
+    for x in (torch.ones(2, 3), -torch.ones(2, 3), torch.randn(4, 3)):
+        torch.testing.assert_close(gradients_of(model, opt(x)), gradients_of(twin := copy.deepcopy(model), twin(x)))
+    assert (opt.model_runs, opt.report.notes) == (0, [])
+    assert "item()" in opt.report.batch
+    assert "test_capture.py" in opt.report.batch
+
+
+def test_a_model_that_has_to_be_one_graph_is_refused_with_the_line_and_the_remedy() -> None:
     with pytest.raises(CaptureError, match=r"test_capture\.py:\d+.*\n?.*item\(\).*Remedy"):
-        graphopt.optimize(Breaks(), (torch.randn(2, 3),))
+        graphopt.optimize(Breaks(), (torch.randn(2, 3),), fullgraph=True)
 
 
 def test_a_line_of_a_library_is_not_to_be_moved_by_the_user() -> None:
     """transformers makes its hooks under a lock, in the first forward that is asked for hidden states."""
     model, inputs = zoo.make("llama")
+    inputs = {**inputs, "output_hidden_states": True}
     with pytest.raises(CaptureError, match=r"output_capturing.py.*Remedy: that line is a library's.*run the model once"):
-        graphopt.optimize(model, {**inputs, "output_hidden_states": True}, backend="aot_eager")
-    model(**inputs, output_hidden_states=True)
-    opt = graphopt.optimize(model, {**inputs, "output_hidden_states": True}, backend="aot_eager")
-    assert len(opt(**inputs, output_hidden_states=True).hidden_states) == 3
+        graphopt.optimize(model, inputs, backend="aot_eager", fullgraph=True)
+    model(**inputs)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager", fullgraph=True)
+    assert len(opt(**inputs).hidden_states) == 3
+
+
+def test_a_line_of_a_library_that_breaks_the_graph_is_left_alone() -> None:
+    model, inputs = zoo.make("llama")
+    inputs = {**inputs, "output_hidden_states": True}
+    opt = graphopt.optimize(model, inputs, 0.7, backend="aot_eager")
+    reference, _ = zoo.make("llama")
+    for _ in range(2):
+        output = opt(**inputs)
+        assert len(output.hidden_states) == 3
+        ours = gradients_of(model, output.loss)
+        theirs = gradients_of(reference, reference(**inputs).loss)
+        assert {n for n, gradient in ours.items() if gradient is not None} == opt.selected
+        torch.testing.assert_close({n: ours[n] for n in opt.selected}, {n: theirs[n] for n in opt.selected})
+    assert opt.model_runs == 0
 
 
 def test_sizes_that_depend_on_the_data_are_refused() -> None:
@@ -244,7 +277,13 @@ class ReturnsPlain(nn.Linear):
 
 def test_a_class_that_torch_cannot_look_into() -> None:
     with pytest.raises(CaptureError, match=r"returns a (tests\.test_capture\.)?Plain.*torch\.export\.register_dataclass"):
-        graphopt.optimize(ReturnsPlain(3, 3), (torch.randn(2, 3),))
+        graphopt.optimize(ReturnsPlain(3, 3), (torch.randn(2, 3),), fullgraph=True)
+    model, x = ReturnsPlain(3, 3), torch.randn(2, 3)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    output = opt(x)
+    assert type(output) is Plain
+    torch.testing.assert_close(gradients_of(model, output.loss), gradients_of(model, model(x).loss))
+    assert opt.model_runs == 0
 
 
 @dataclasses.dataclass
@@ -260,7 +299,7 @@ class ReturnsRegistered(nn.Linear):
 def test_the_remedy_for_such_a_class_helps() -> None:
     torch.export.register_dataclass(Registered)
     model, x = ReturnsRegistered(3, 3), torch.randn(2, 3)
-    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    opt = graphopt.optimize(model, (x,), backend="aot_eager", fullgraph=True)
     output = opt(x)
     assert isinstance(output, Registered)
     torch.testing.assert_close(output.loss, model(x).loss)
@@ -303,7 +342,10 @@ def test_keyword_constant_and_unbatched_inputs() -> None:
         torch.testing.assert_close(ours["parts"][1][0], theirs["parts"][1][0])
     torch.testing.assert_close(opt(**{**inputs, "mode": "a"})["loss"], model(**{**inputs, "mode": "a"})["loss"])
     with pytest.raises(InputError, match="batch_dim="):
-        graphopt.optimize(model, inputs)
+        graphopt.optimize(model, inputs, fullgraph=True)
+    undeclared = graphopt.optimize(model, inputs, backend="aot_eager")
+    torch.testing.assert_close(undeclared(**inputs)["loss"], model(**inputs)["loss"])
+    assert "batch_dim=" in undeclared.report.batch
 
 
 def test_analysis_of_weights_that_exist_nowhere() -> None:

@@ -122,7 +122,7 @@ def test_half_precision_models(dtype: torch.dtype) -> None:
         torch.testing.assert_close(gradient, expected[name].grad, rtol=0.05, atol=1e-3)
 
 
-def test_autocast_is_captured_and_told_apart() -> None:
+def test_autocast_is_compiled_and_told_apart() -> None:
     model, inputs = zoo.make("bert", 4)
     reference, _ = zoo.make("bert", 4)
     opt = graphopt.optimize(model, inputs, backend="aot_eager")
@@ -137,7 +137,8 @@ def test_autocast_is_captured_and_told_apart() -> None:
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             assert p.grad.dtype == q.grad.dtype
             torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=5e-3 if enabled else 1e-5)
-    assert opt._variants.counters.captures == 2
+    assert opt.counters.captures == 1
+    assert opt.counters.compilations <= 3  # with and without autocast, and once more for what the first forward writes
 
 
 def test_other_memory_layouts_of_inputs_and_weights() -> None:

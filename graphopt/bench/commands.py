@@ -158,6 +158,21 @@ def bench_selection(
     _measure(lambda console: selection.run(settings, out, jobs, console), selection.show, None, as_json)
 
 
+@bench_app.command("breadth")
+def bench_breadth(
+    cases: Annotated[str, typer.Option(help="Names of cases, with commas; all by default.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, of one thread each.")] = 1,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of a case.")] = 300.0,
+    out: Annotated[Path, typer.Option(help="Folder of the cases, which are kept between calls.")] = Path("out/bench_breadth"),
+    as_json: AsJson = False,
+) -> None:
+    """Many tiny models: whether each trains as it does in eager mode and by torch.compile, within 0.7 of the FLOPs."""
+    from graphopt.bench import breadth
+
+    wanted = cases.split(",") if cases else None
+    _measure(lambda console: breadth.run(wanted, out, jobs, console, timeout), breadth.show, None, as_json)
+
+
 def _measure(run: Callable[[Console], Any], show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
     """Run a benchmark, write its results to `out` as JSON, if asked, and print them as JSON or as a table.
 

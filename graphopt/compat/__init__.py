@@ -12,16 +12,23 @@ the last two are found here, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn.modules import module as _modules
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _len_torch_dispatch_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils.module_tracker import ModuleTracker
 
+from graphopt.compat.dynamo import is_compile_error as is_compile_error
 from graphopt.compat.fakes import (
     expression as expression,
     fake_like as fake_like,
@@ -43,6 +50,7 @@ from graphopt.compat.joint import (
     JointExport as JointExport,
     OutputAlias as OutputAlias,
     OutputDesc as OutputDesc,
+    describe_joint as describe_joint,
     dynamo_capture as dynamo_capture,
     dynamo_example as dynamo_example,
     dynamo_source as dynamo_source,
@@ -61,6 +69,7 @@ from graphopt.compat.recompute import (
 )
 from graphopt.compat.schemas import (
     argument_defaults as argument_defaults,
+    has_effect as has_effect,
     has_schema as has_schema,
     is_in_place as is_in_place,
     written_arguments as written_arguments,
@@ -98,15 +107,36 @@ def release_saved_tensors(ctx: Any) -> None:
 
 
 @contextlib.contextmanager
-def unobserved() -> Iterator[None]:
-    """Modes that watch or change operators, such as FLOP counters, and their module trackers do not see what runs meanwhile."""
+def unobserved() -> Iterator[list[Any]]:
+    """Modes that watch or change operators, such as FLOP counters, and their module trackers do not see what runs meanwhile.
+
+    Yields:
+        Those modes; see `observed_by`.
+    """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
+        modes = stack.enter_context(_disable_current_modes())
         for hooks in (_modules._global_forward_pre_hooks, _modules._global_forward_hooks):
             others = {k: hook for k, hook in hooks.items() if not isinstance(getattr(hook, "__self__", None), ModuleTracker)}
             if len(others) < len(hooks):  # Dynamo cannot trace these
                 stack.enter_context(mock.patch.dict(hooks, others, clear=True))
+        yield modes
+
+
+def is_observed() -> bool:
+    """Whether some mode watches or changes operators now."""
+    return _len_torch_dispatch_stack() > 0
+
+
+@contextlib.contextmanager
+def observed_by(modes: Sequence[Any]) -> Iterator[None]:
+    """Within `unobserved`: what runs meanwhile is seen by the modes after all."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
         yield
+    finally:
+        for _ in modes:
+            _pop_mode()
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -23,3 +23,11 @@ def lazy_graph_modules() -> contextlib.AbstractContextManager[None]:
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
     return _use_lazy_graph_module(True)
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy that keeps metadata."""
+    copy = fx.Graph()
+    result = copy.output(copy.graph_copy(graph, {}))
+    result.meta = dict(graph.output_node().meta)
+    return copy

@@ -227,7 +227,7 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     context = getattr(module, "meta", {}).get("tracing_context")
     if context is not None:  # remembers which dimensions are symbols
         stack.enter_context(torch._guards.tracing(context))
-    with _unchanged_tensors(module), _open_recurrent_layers():
+    with _unchanged_tensors(module), open_recurrent_layers():
         joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
     metadata = joint._aot_state.fw_metadata
     for info in metadata.input_info:
@@ -252,7 +252,7 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
 
 
 @contextlib.contextmanager
-def _open_recurrent_layers() -> Iterator[None]:
+def open_recurrent_layers() -> Iterator[None]:
     """Have recurrent layers traced as their products, with the dropout between them.
 
     Where the input of an LSTM on the CPU needs no gradient, torch would take oneDNN's layer instead, whose backward then lacks
@@ -299,6 +299,32 @@ def _unchanged_tensors(module: nn.Module) -> Iterator[None]:
         for submodule, parameters, buffers in held:
             submodule._parameters.update(parameters)
             submodule._buffers.update(buffers)
+
+
+def describe_joint(joint: fx.GraphModule, num_forward: int) -> tuple[tuple[InputDesc, ...], tuple[OutputDesc, ...]]:
+    """What the inputs and outputs are of a joint graph that AOTAutograd is about to split.
+
+    Inputs that are Dynamo's have its position as target. What is none of a model's own, such as random states and the parts of a
+    tensor subclass, keeps torch's description as target.
+
+    Args:
+        num_forward: how many outputs are the forward's.
+    """
+    inputs: list[InputDesc] = []
+    for node in joint.graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        try:
+            inputs.append(_describe_input(desc))
+        except (CaptureError, AttributeError):
+            kind = "tangent" if "tangents" in node.name else "input"
+            inputs.append(InputDesc(kind, str(desc)))
+    outputs: list[OutputDesc] = []
+    for position, desc in enumerate(joint.graph.output_node().meta["desc"]):
+        try:
+            outputs.append(OutputDesc("none", None) if desc is None else _describe_output(desc))
+        except (CaptureError, AttributeError):
+            outputs.append(OutputDesc("output" if position < num_forward else "slot", str(desc)))
+    return tuple(inputs), tuple(outputs)
 
 
 def _describe_input(desc: Any) -> InputDesc:

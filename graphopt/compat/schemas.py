@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import fx
+
 
 def has_schema(operator: Any) -> bool:
     """Whether this is one of torch's operators, and not a Python function."""
@@ -23,3 +25,8 @@ def written_arguments(operator: Any) -> list[bool]:
 def argument_defaults(operator: Any) -> dict[str, Any]:
     """The arguments of an operator with a schema in order, with their default values."""
     return {a.name: a.default_value for a in operator._schema.arguments}
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does something beside computing its result: it writes to a tensor, or to the world."""
+    return node.is_impure(impure_random=False)

@@ -5,7 +5,7 @@ gain alone. Maximised under a limit on FLOPs it picks the widest matrices next t
 others (`graphopt bench selection`). Better ones train the output layer and many matrices, of whatever size, from several
 layers. So every matrix counts alike, and the cheapest are chosen. It is a rule of thumb, and not the best on every task:
 
-    value = (output layer: 10, else 1) x (vector: 0.3, matrix: 1) x (live part of the rows) ** 0.1
+    value = (output layer: 10, else 1) x (vector: 0.3, matrix: 1)
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphopt.analysis.flops import FlopProfile
-from graphopt.analysis.live_rows import live_parts
 from graphopt.graph import TrainingGraph
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
@@ -27,12 +26,10 @@ class Weighting:
     Attributes:
         vector: value of a bias or of a norm's weight; a matrix has 1.
         output: how many times its value the output layer has.
-        live: diminishing returns in the part of a gradient's rows that is not zero by the model's structure; see `live_parts`.
     """
 
     vector: float = 0.3
     output: float = 10.0
-    live: float = 0.1
 
 
 def capacity(graph: TrainingGraph, profile: FlopProfile, weighting: Weighting | None = None) -> Importance:
@@ -45,13 +42,12 @@ def capacity(graph: TrainingGraph, profile: FlopProfile, weighting: Weighting | 
         weighting: by default, what `Weighting` says.
     """
     by = weighting or Weighting()
-    live, costs = live_parts(graph), backward_costs(profile)
+    costs = backward_costs(profile)
     shapes = {p.name: p.shape for p in graph.parameters}
     last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
     values = {
-        name: (by.output if name in last else 1.0) * (by.vector if is_vector(shapes[name]) else 1.0) * live[name] ** by.live
-        for name in costs.names
+        name: (by.output if name in last else 1.0) * (by.vector if is_vector(shapes[name]) else 1.0) for name in costs.names
     }
     largest = max(values.values(), default=1.0) or 1.0
-    source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}, live part of the rows ** {by.live:g}"
+    source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}"
     return Importance({name: value / largest for name, value in values.items()}, source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -177,6 +177,24 @@ class Plan:
         if not exact.trains_any_of(graph):  # the user has frozen all of them
             exact = replace(self, unsampled=None, ratios=())
         return exact._rewrite(graph, batch_size)
+
+    def rewrite_region(self, graph: TrainingGraph, planned: Collection[str]) -> tuple[TrainingGraph, list[PassReport]]:
+        """Run every pass on the joint graph of a part of the model; passes that do not fit are left out.
+
+        Args:
+            planned: the parameters that the plan knows of; others in the graph are trained.
+        """
+        if self.train is not None:
+            sites = {p.name for p in graph.trainable}
+            kept = {name for name in sites if name in self.train or name not in planned}
+            if not kept:
+                graph = graph.clone()
+                for name in sites:
+                    graph.drop_gradient(name)
+                graph.eliminate_dead_code()
+                return graph, []
+            return replace(self, train=frozenset(kept))._rewrite(graph, graph.batch_size)
+        return self._rewrite(graph, graph.batch_size)
 
     def exact_selection(self) -> Plan:
         """The plan of steps that are not sampled, where these train other tensors; else the plan itself."""

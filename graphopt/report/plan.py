@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphopt.frontend.running import RegionStep
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 from graphopt.planner.step_time import step_seconds
@@ -75,7 +76,7 @@ def summarise(
     peak_bytes: int | None,
     variance: float,
     clock: StepClock,
-    step: CompiledStep | None = None,
+    step: CompiledStep | RegionStep | None = None,
     fuses: bool = False,
 ) -> PlanSummary:
     """Gather a summary.
@@ -94,9 +95,10 @@ def summarise(
         value = used[name]
         if value is not None:
             remaining[name] = {"limit": limit, "used": value, "left": limit - value}
-    ran = None if step is None else median(step.lowered.seconds)
+    ran = None if step is None else median(step.seconds)
     foretold = None if step is None or ran is None else step_seconds(step.graph, fuses)
-    if step is not None and any(n.meta["val"].device.type != "cpu" for n in step.graph.placeholders):
+    inputs = () if step is None else (node.meta.get("val") for node in step.graph.placeholders)
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
         ran = None
     unchanged = [r.name for r in reports if not r.changes.changed and r.name in UNUSED]
     return PlanSummary(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.flops import FlopProfile
+from graphopt.frontend.running import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Preserves, Vcas
 from graphopt.passes.vcas import ROWS, TOKENS
@@ -173,7 +174,7 @@ def make_report(
     flops: FlopProfile,
     plan: Plan,
     variants: Variants,
-    step: CompiledStep | None,
+    step: CompiledStep | RegionStep | None,
     select_seconds: float,
     controller: SamplingController | IdleController | None = None,
     subspaces: Subspaces | None = None,

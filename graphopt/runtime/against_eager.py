@@ -24,12 +24,12 @@ from graphopt.calls import flatten_call
 from graphopt.capture import no_generation_cache, unchanged_rng
 from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
+from graphopt.errors import first_line
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.passes import Preserves, Vcas
 from graphopt.planner.plan import Plan
 from graphopt.runtime.compiled_step import CompiledStep, graph_inputs
-from graphopt.runtime.fallback import first_line
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import Variants
 
@@ -73,9 +73,9 @@ def first_difference(
     except Exception as error:
         return f"the step cannot be compiled ({first_line(error)})"
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
-    with _same_draws(tensors), no_generation_cache(model):
+    with same_draws(tensors), no_generation_cache(model):
         eager = _run_eager(model, step.graph, args, kwargs, loss, subspaces)
-    with _same_draws(tensors):
+    with same_draws(tensors):
         try:
             ours = _run_step(model, step, args, kwargs, loss, subspaces)
         except Exception as error:
@@ -121,7 +121,7 @@ class _Reseeded(compat.DispatchMode):
 
 
 @contextlib.contextmanager
-def _same_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
+def same_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Runs inside draw the same random numbers; every stream is afterwards as it was."""
     own, shared = random.getstate(), numpy.random.get_state()
     try:
@@ -144,8 +144,8 @@ def _run_eager(
 ) -> _Results:
     """The model itself; gradients of what `graph` differentiates."""
     copies: dict[int, Tensor] = {}
-    args, kwargs = _copied((args, dict(kwargs)), copies)
-    buffers = _copied(dict(model.named_buffers(remove_duplicate=False)), copies)
+    args, kwargs = copied((args, dict(kwargs)), copies)
+    buffers = copied(dict(model.named_buffers(remove_duplicate=False)), copies)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     wanted = _differentiated(graph, parameters, dict(enumerate(flatten_call(args, kwargs).tensors)))
     with torch.enable_grad():
@@ -156,7 +156,7 @@ def _run_eager(
         assert subspaces is not None
         weight, gradient = subspaces.weights[name], found.pop(name)
         compressed[name] = None if gradient is None else weight.subspace.compress(gradient.to(weight.variable.dtype))
-    return _Results(_named_outputs(output), _named_buffers(buffers), found, compressed)
+    return _Results(named_outputs(output), _named_buffers(buffers), found, compressed)
 
 
 def _run_step(
@@ -169,8 +169,8 @@ def _run_step(
 ) -> _Results:
     """The compiled step, on aliases of the parameters: hooks on them are not for this."""
     graph, copies = step.graph, {}  # type: ignore[var-annotated]
-    inputs = flatten_call(*_copied((args, dict(kwargs)), copies))
-    buffers = _copied(dict(model.named_buffers(remove_duplicate=False)), copies)
+    inputs = flatten_call(*copied((args, dict(kwargs)), copies))
+    buffers = copied(dict(model.named_buffers(remove_duplicate=False)), copies)
     aliases: dict[int, Tensor] = {}
     parameters = {
         name: aliases.setdefault(id(p), p.detach().requires_grad_(p.requires_grad))
@@ -189,10 +189,10 @@ def _run_step(
         output = pytree.tree_unflatten(step.lowered.run(flat), graph.out_spec)
         found = _gradients(output, loss, wanted)
     compressed = {name: found.pop(name) for name in graph.compressed}
-    return _Results(_named_outputs(output), _named_buffers(buffers), found, compressed)
+    return _Results(named_outputs(output), _named_buffers(buffers), found, compressed)
 
 
-def _copied(tree: Any, copies: dict[int, Tensor]) -> Any:
+def copied(tree: Any, copies: dict[int, Tensor]) -> Any:
     """The same structure with a copy of every tensor; one tensor in two places stays one."""
 
     def copied(leaf: Any) -> Any:
@@ -226,7 +226,8 @@ def _gradients(output: Any, loss: LossFunction | None, wanted: Mapping[str, Tens
     return {name: None if gradient is None else gradient.detach() for name, gradient in zip(wanted, found, strict=True)}
 
 
-def _named_outputs(output: Any) -> dict[str, Tensor]:
+def named_outputs(output: Any) -> dict[str, Tensor]:
+    """The tensors of a model's output, by where they stand in it."""
     leaves = pytree.tree_flatten_with_path(output)[0]
     return {f"output {pytree.keystr(path)}".strip(): leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from graphopt.calls import FlatInputs
 from graphopt.compat import InputDesc, pytree
@@ -41,6 +42,16 @@ class CompiledStep:
     rewrite_seconds: float
     uniforms: Uniforms
     sampled_part: float = 1.0
+
+    @property
+    def seconds(self) -> deque[float]:
+        """See `Lowered.seconds`."""
+        return self.lowered.seconds
+
+    @property
+    def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:
+        """The forward and the backward."""
+        return ((self.lowered.halves.forward, self.lowered.halves.backward),)
 
     def __call__(
         self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, given: Mapping[InputDesc, Tensor] | None = None

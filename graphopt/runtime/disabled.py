@@ -16,12 +16,14 @@ from torch import nn
 from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
 from graphopt.errors import GraphoptError
+from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
+from graphopt.runtime.counters import Counters
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
 from graphopt.runtime.sampling import IdleController
@@ -40,21 +42,31 @@ class DisabledModule(OptimizedModule):
     """`model`, trained as it is: its forward is the model's own, uncompiled."""
 
     def __init__(
-        self, model: nn.Module, budget: Budget, reason: str, backend: Backend = "inductor", loss: LossFunction | None = None
+        self,
+        model: nn.Module,
+        budget: Budget,
+        reason: str,
+        backend: Backend = "inductor",
+        loss: LossFunction | None = None,
+        compiles: bool = False,
     ) -> None:
         """Set up; `optimize` does it.
 
         Args:
             reason: for the report.
+            compiles: the model runs as torch.compile has it, for want of anything that could be planned.
         """
         super().__init__(model, Variants(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
+        self.__dict__["_running"] = Running(model, backend, Counters(), (), self.note, lambda: None) if compiles else None
         if budget.variance is not None:
             self.__dict__["_controller"] = IdleController()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        return self._model(*args, **kwargs)
+        if self._running is None or not torch.is_grad_enabled():
+            return self._model(*args, **kwargs)
+        return self._running(self._plan, args, kwargs)
 
     @property
     def selected(self) -> frozenset[str]:
@@ -80,10 +92,11 @@ class DisabledModule(OptimizedModule):
         """That nothing was done, and why; FLOPs are not counted (0)."""
         trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
         backend = self._variants.backend
+        how = "uncompiled" if self._running is None else "as torch.compile has it"
         return Report(
             budget=self._plan.budget.stated(), passes=[], approximations=[], trained=len(trained), trainable=len(trained),
             selected=trained, cut=[], forward_flops=0, backward_flops=0, full_step_flops=0, step_flops=0, flops_ratio=1.0,
-            batch_size=0, importance="", solver="", batch="any: the model runs uncompiled",
+            batch_size=0, importance="", solver="", batch=f"any: the model runs {how}",
             device=str(next((p.device for p in self._model.parameters()), "cpu")),
             backend=backend if isinstance(backend, str) else getattr(backend, "__name__", "callable"), captures=0,
             compilations=0, capture_seconds=0.0, compile_seconds=0.0, rewrite_seconds=0.0, select_seconds=0.0,

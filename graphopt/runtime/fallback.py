@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphopt.calls import FlatInputs
+from graphopt.errors import first_line
 from graphopt.planner.plan import Plan
 from graphopt.runtime.compiled_step import CompiledStep
 from graphopt.runtime.variants import Variants
@@ -69,7 +70,7 @@ class Fallback:
 
     def run_model(self, opt: OptimizedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model itself; if that fails, too, the error is the model's own, and nothing is held against the compiler."""
-        self._drop_unselected(opt)
+        self.drop_unselected(opt)
         output = self.variants.model(*args, **kwargs)
         self._tell("the model itself, uncompiled,")
         self.model_runs += 1
@@ -116,7 +117,7 @@ class Fallback:
         while len(self._failed) > FAILURE_LIMIT:
             del self._failed[next(iter(self._failed))]
 
-    def _drop_unselected(self, opt: OptimizedModule) -> None:
+    def drop_unselected(self, opt: OptimizedModule) -> None:
         """Have tensors that are not selected lose any gradient that reaches them."""
         if self._hooks or not opt.selects:
             return
@@ -143,12 +144,6 @@ class DropGradient:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DropGradient, ()
-
-
-def first_line(error: Exception) -> str:
-    """Type and first line of an error, for a message of one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _remove(handles: list[Any]) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from graphopt import compat
 from graphopt.calls import FlatInputs
+from graphopt.errors import first_line
+from graphopt.frontend.running import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.runtime.compiled_step import CompiledStep
-from graphopt.runtime.fallback import first_line
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ class MemoryWatch:
         self._seen: set[tuple[torch.Size, ...]] = set()
 
     def warning(
-        self, step: CompiledStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
+        self, step: CompiledStep | RegionStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
     ) -> str | None:
         """What to tell of a step that needs more memory than its plan's budget allows; None where there is nothing new to tell.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,25 +11,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from graphopt import compat
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
-from graphopt.calls import FlatInputs, as_call
-from graphopt.errors import GraphoptError
+from graphopt.calls import FlatInputs, as_call, flatten_call
+from graphopt.compat.dynamo import cause_of
+from graphopt.errors import GraphoptError, first_line
+from graphopt.frontend.recording import Recording
+from graphopt.frontend.running import RegionStep, Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import RunLora
+from graphopt.passes import GreenTrainer, Lsp, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.plan import Plan, Ratios
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
 from graphopt.runtime.compiled_step import CompiledStep, MeasuringStep
+from graphopt.runtime.counters import Counters
 from graphopt.runtime.fallback import Fallback
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
-from graphopt.runtime.variants import Counters, Variants
+from graphopt.runtime.variants import Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import IdleController, SamplingController
@@ -37,6 +43,23 @@ _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+
+
+def rewrites_alone(plan: Plan, graph: TrainingGraph | None) -> bool:
+    """Whether a plan's passes only rewrite a graph, without inputs or outputs of their own."""
+    if all(type(p) in REWRITES for p in plan.passes):
+        return True
+    if graph is None or any(isinstance(p, (Lsp, Vcas)) for p in plan.passes):
+        return False
+    try:
+        rewritten = plan.rewrite(graph)[0]
+    except Exception:  # told of by the step that fails for the same reason
+        return True
+    return rewritten.inputs == graph.inputs and rewritten.outputs == graph.outputs
+
+
+REWRITES = (GreenTrainer, Recompute, RunLora)
+"""Passes of our own that only rewrite a graph."""
 
 
 class OptimizedModule(nn.Module):
@@ -55,6 +78,8 @@ class OptimizedModule(nn.Module):
         plan: Plan,
         loss: LossFunction | None = None,
         select_seconds: float = 0.0,
+        recording: Recording | None = None,
+        fullgraph: bool = False,
     ) -> None:
         super().__init__()
         self.__dict__["_model"] = model
@@ -63,6 +88,10 @@ class OptimizedModule(nn.Module):
                 self.__dict__[name] = model.__dict__[name]
         self.__dict__["_variants"] = variants
         self.__dict__["_fallback"] = Fallback(variants)
+        self.__dict__["_running"] = None
+        self.__dict__["_routed"] = (None, False)
+        self.__dict__["_recording"] = recording
+        self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
         self.__dict__["_plan"] = plan
         self.__dict__["_loss"] = loss
@@ -106,7 +135,11 @@ class OptimizedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward: same arguments, same structure of the result."""
         model = self._model
-        if not (model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())):
+        if not torch.is_grad_enabled():
+            return model(*args, **kwargs)
+        if self._through_torch_compile:
+            return self._compiled_step(args, kwargs)
+        if not (model.training and any(p.requires_grad for p in model.parameters())):
             return model(*args, **kwargs)
         if self.subspaces is not None:
             return self._compressed_step(self.subspaces, args, kwargs)
@@ -117,6 +150,58 @@ class OptimizedModule(nn.Module):
         self.__dict__["_last_step"] = step
         self._clock.tick(step)
         return step(self.tensors(), inputs)
+
+    def first_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
+        model, variants, loss = self._model, self._variants, self._loss
+        if self._through_torch_compile:
+            from graphopt.frontend.against_eager import first_difference as compare
+
+            parts = self._recording is not None
+            return compare(model, self._graph, self._plan, args, kwargs, loss, variants.backend, variants.batch_dim, parts)
+        from graphopt.runtime.against_eager import first_difference
+
+        return first_difference(model, variants, self._plan, args, kwargs, loss, self.subspaces)
+
+    @property
+    def _through_torch_compile(self) -> bool:
+        """Whether the plan is one of rewrites alone, which torch.compile runs with its own front end."""
+        if self._plan is not self._routed[0]:
+            self.__dict__["_routed"] = self._plan, self._recording is not None or rewrites_alone(self._plan, self._graph)
+        return self._routed[1]
+
+    def _compiled_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._running is None:
+            me = weakref.ref(self)
+            self.__dict__["_running"] = Running(
+                self._model,
+                self._variants.backend,
+                self.counters,
+                [p.name for p in self._graph.parameters],
+                self._fallback.note,
+                lambda: self._fallback.drop_unselected(me()),
+                self._variants.batch_dim,
+                self._fullgraph,
+                self._recording is not None,
+            )
+        running: Running = self._running
+        try:
+            output = running(self._plan, args, kwargs)
+        except Exception as error:
+            if not compat.is_compile_error(error):
+                raise
+            self.__dict__["_last_step"] = None
+            output = self._fallback.run_model(self, args, kwargs)
+            self.note(f"a step could not be compiled ({first_line(cause_of(error))}); the model itself, uncompiled, runs instead")
+            return output
+        if self._plan.memory is not None and running.step is not None:
+            inputs = flatten_call(args, kwargs)
+            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._variants.captured(args, kwargs))
+            if told is not None:
+                self.note(told)
+        self.__dict__["_last_step"] = running.step
+        self._clock.tick(running.step)
+        return output
 
     def _step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, FlatInputs] | None:
         """The step for a call under `plan`, or what stands in for it; None: the model itself. See `Fallback`."""
@@ -426,7 +511,7 @@ class OptimizedModule(nn.Module):
         return self._fallback.model_runs
 
     @property
-    def last_step(self) -> CompiledStep | None:
+    def last_step(self) -> CompiledStep | RegionStep | None:
         """The compiled step that ran last; None before the first."""
         return self._last_step
 

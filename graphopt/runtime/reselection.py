@@ -13,7 +13,7 @@ from torch import nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.calls import as_call
-from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
+from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import Vcas
@@ -21,7 +21,6 @@ from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan
 from graphopt.planner.rating import rate_tensors
-from graphopt.runtime.fallback import first_line
 from graphopt.runtime.variants import Variants
 
 logger = logging.getLogger(__name__)

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import InputError, PassError
+from graphopt.errors import InputError, PassError, first_line
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
 from graphopt.planner.joint_ratios import Variances, candidates
 from graphopt.planner.plan import Ratios
 from graphopt.planner.sample_ratios import Calibration, SampleRatios, corrected, proposed
 from graphopt.runtime.calibration import Call, Measurement
 from graphopt.runtime.controllers import Every
-from graphopt.runtime.fallback import first_line
 from graphopt.runtime.joint_sampling import choose, require_memory
 from graphopt.runtime.plain_values import from_plain, to_plain
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
@@ -30,6 +30,8 @@ from graphopt.planner.product_times import adopt_times, are_times, used_times
 from graphopt.probe import make_probe, make_term_probe
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.compiled_step import CompiledStep, MeasuringStep
+from graphopt.runtime.counters import Counters
+from graphopt.runtime.draws import draws
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
@@ -44,17 +46,6 @@ STATE_LIMIT, TRACE_LIMIT = 8, 32
 _REST = "Remedy: keep what changes in a buffer (register_buffer) and change that in place, or pass it in as an input."
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """How often the caches had to do work; for reports and tests."""
-
-    captures: int = 0
-    compilations: int = 0
-    capture_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    rewrite_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -318,14 +309,6 @@ class Variants:
             held = (*module._parameters.values(), *module._buffers.values())
             model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
         return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs), _settings())
-
-
-def draws(node: fx.Node) -> bool:
-    """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    defaults = compat.argument_defaults(node.target)
-    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get("dropout_p") != 0.0
 
 
 def _settings() -> tuple[Any, ...]:

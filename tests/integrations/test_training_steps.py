@@ -1,4 +1,4 @@
-"""Steps of a diverted model: how many captures numbers and lengths that vary cost."""
+"""Steps of a diverted model: how many compilations numbers and lengths that vary cost."""
 
 from __future__ import annotations
 
@@ -41,31 +41,35 @@ def ids(length: int) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 50, (4, length)), "attention_mask": torch.ones(4, length, dtype=torch.int64)}
 
 
-def test_a_number_that_varies_is_captured_as_a_constant_and_then_once_more() -> None:
-    model = Pooled()
+def assert_steps_as_in_eager(model: nn.Module, steps: TrainingSteps, *batches: dict[str, Any]) -> None:
     reference = copy.deepcopy(model)
-    steps = steps_of(model)
-    for divisor in (2, 3, 4, 5, 0.5, 0.25):
-        batch = ids(6)
-        loss = model(**batch, divisor=divisor)
-        expected = reference(**batch, divisor=divisor)
+    for batch in batches:
+        loss, expected = model(**batch), reference(**batch)
         assert loss.dtype == expected.dtype
         torch.testing.assert_close(loss, expected)
+        for module, value in ((model, loss), (reference, expected)):
+            module.zero_grad()
+            value.backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
     assert steps.opt is not None
-    assert steps.opt.counters.captures == 3  # the constant, integers, floating-point numbers
+    assert steps.opt.counters.captures == 1
     assert steps.savings.original == 0
 
 
-def test_more_lengths_than_captures_are_computed_uncompiled(monkeypatch: Any, warnings: list[str]) -> None:
-    monkeypatch.setattr(training_steps, "CAPTURE_LIMIT", 3)
+def test_a_number_that_varies_is_compiled_as_a_constant_and_then_once_more(warnings: list[str]) -> None:
     model = Pooled()
-    reference = copy.deepcopy(model)
     steps = steps_of(model)
-    for length in (4, 5, 6, 7, 8, 4, 7):
-        batch = ids(length)
-        torch.testing.assert_close(model(**batch), reference(**batch))
+    assert_steps_as_in_eager(model, steps, *({**ids(6), "divisor": divisor} for divisor in (2, 3, 4, 5, 0.5, 0.25)))
     assert steps.opt is not None
-    assert steps.opt.counters.captures == 3
-    assert steps.savings.original == 3
-    assert len(warnings) == 1
-    assert "bucketed" in warnings[0]
+    assert steps.opt.counters.compilations <= 3  # the constant, integers, floating-point numbers
+    assert warnings == []
+
+
+def test_many_lengths_are_compiled_at_most_twice(monkeypatch: Any, warnings: list[str]) -> None:
+    monkeypatch.setattr(training_steps, "CAPTURE_LIMIT", 3, raising=False)
+    model = Pooled()
+    steps = steps_of(model)
+    assert_steps_as_in_eager(model, steps, *map(ids, (4, 5, 6, 7, 8, 4, 7, 9, 10, 11, 12)))
+    assert steps.opt is not None
+    assert steps.opt.counters.compilations <= 2
+    assert warnings == []

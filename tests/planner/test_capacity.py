@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import graphopt
 from graphopt import ImportanceError, PassError
 from graphopt.analysis.flops import FlopProfile
-from graphopt.analysis.live_rows import live_parts
 from graphopt.calls import as_call
 from graphopt.capture import capture
 from graphopt.planner.capacity import Weighting, capacity
@@ -42,13 +41,12 @@ def head_of(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "bert", "vit", "llama"])
-def test_a_value_depends_on_being_a_matrix_on_live_rows_and_on_being_the_output_layer(name: str) -> None:
+def test_a_value_depends_on_being_a_matrix_and_on_being_the_output_layer(name: str) -> None:
     model, inputs = zoo.make(name)
-    by = Weighting(vector=0.5, output=7.0, live=0.25)
-    live = live_parts(graphopt.analyze(model, inputs).graph)
+    by = Weighting(vector=0.5, output=7.0)
     small = {n for n, p in model.named_parameters() if is_vector(tuple(p.shape))}
     values = rated(model, inputs, by)
-    expected = {n: live[n] ** 0.25 * (0.5 if n in small else 1.0) * (7.0 if n in head_of(name) else 1.0) for n in values}
+    expected = {n: (0.5 if n in small else 1.0) * (7.0 if n in head_of(name) else 1.0) for n in values}
     largest = max(expected.values())
     assert values == pytest.approx({n: value / largest for n, value in expected.items()})
     assert max(values.values()) == 1.0
@@ -62,9 +60,9 @@ def test_the_output_layer_counts_so_many_times_and_nothing_else_changes() -> Non
     assert factors == pytest.approx({n: 3.0 if n in head_of("bert") else 1.0 for n in plain})
 
 
-def test_with_no_regard_to_kind_and_rows_all_tensors_but_the_outputs_are_alike() -> None:
+def test_with_no_regard_to_kind_all_tensors_but_the_outputs_are_alike() -> None:
     model, inputs = zoo.make("vit")
-    values = rated(model, inputs, Weighting(vector=1.0, output=4.0, live=0.0))
+    values = rated(model, inputs, Weighting(vector=1.0, output=4.0))
     assert {n for n, value in values.items() if value == 1.0} == head_of("vit")
     assert {value for n, value in values.items() if n not in head_of("vit")} == {0.25}
 
@@ -75,22 +73,14 @@ def test_whatever_their_size_matrices_count_alike_and_vectors_less() -> None:
     assert {values[n] for n in values if "norm" in n} == {0.5}
 
 
-def test_rows_that_are_live_count_by_diminishing_returns() -> None:
-    layer = "bert.encoder.layer.1."
-    for power in (1.0, 0.5, 0.0):
-        values = rated(*zoo.make("bert"), Weighting(vector=1.0, output=1.0, live=power))
-        one, all_of_them = (values[f"{layer}{name}.weight"] for name in ("intermediate.dense", "attention.self.key"))
-        assert one == pytest.approx(all_of_them / 12**power)
-
-
 def test_the_source_names_the_weighting() -> None:
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    found = capacity(analysis.graph, analysis.flops, Weighting(0.375, 7.0, 0.25))
+    found = capacity(analysis.graph, analysis.flops, Weighting(0.375, 7.0))
     assert set(found.values) == set(analysis.flops.order)
     assert found.values["first.bias"] == 0.375 * found.values["second.weight"]
-    assert all(number in found.source for number in ("0.375", "7", "0.25"))
+    assert all(number in found.source for number in ("0.375", "7"))
 
 
 def test_weights_need_not_exist() -> None:

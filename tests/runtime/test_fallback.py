@@ -1,8 +1,11 @@
+from __future__ import annotations
+
 import copy
 import gc
+import importlib
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import graphopt
 from graphopt import PassError
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
+from graphopt.planner.plan import Plan
 from graphopt.runtime import variants
 from graphopt.runtime.fallback import Fallback
 from graphopt.runtime.subspaces import Subspaces
@@ -23,14 +27,52 @@ from tests.messages import warnings_of
 
 Inputs = tuple[Tensor, Tensor]
 
+TRAINED = ("second.weight", "third.bias")
+
 
 def mlp(**options: Any) -> tuple[Any, Inputs, Any]:
     model, inputs = zoo.make("mlp", 6)
     return model, inputs, graphopt.optimize(model, inputs, **{"backend": "aot_eager", **options})
 
 
-def fail_to_compile(monkeypatch: pytest.MonkeyPatch, when: Callable[[TrainingGraph], bool], error: Exception) -> list[int]:
-    """Have `lower` fail for some graphs; returns the batch sizes for which it did."""
+PLACES = {
+    "rewriting": ("could not be rewritten", "graphopt.planner.plan.Plan.rewrite_region"),
+    "compiling": ("could not be compiled under the plan", "graphopt.frontend.backend.compile_joint"),
+    "anything": ("could not be compiled", "graphopt.frontend.backend.compile_plainly"),
+}
+"""What can fail where a plan only rewrites graphs, what is then told, and where it happens; "anything" fails after "compiling"."""
+
+
+@dataclass
+class Failing:
+    """Has compilations under plans that only rewrite graphs fail while `now` is set; `attempts` counts those."""
+
+    now: bool = True
+    attempts: int = 0
+    error: Exception = field(default_factory=lambda: RuntimeError("no room\nfor details"))
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch, place: str) -> Failing:
+        self._replace(monkeypatch, PLACES[place][1], counted=place != "anything")
+        if place == "anything":
+            self._replace(monkeypatch, PLACES["compiling"][1], counted=True)
+        return self
+
+    def _replace(self, monkeypatch: pytest.MonkeyPatch, target: str, counted: bool) -> None:
+        module, _, name = target.rpartition(".")
+        owner = Plan if module.endswith(".Plan") else importlib.import_module(module)
+        run = getattr(owner, name)
+
+        def failing(*args: Any, **options: Any) -> Any:
+            if not self.now:
+                return run(*args, **options)
+            self.attempts += counted
+            raise type(self.error)(*self.error.args)  # a new one, which holds no frames of earlier calls
+
+        monkeypatch.setattr(owner, name, failing)
+
+
+def fail_to_lower(monkeypatch: pytest.MonkeyPatch, when: Callable[[TrainingGraph], bool], error: Exception) -> list[int]:
+    """Have compilations under plans that sample or compress fail for some graphs; returns the batch sizes for which they did."""
     lower, failed = variants.lower, []
 
     def failing(graph: TrainingGraph, backend: Any) -> Any:
@@ -61,34 +103,57 @@ def assert_close(ours: dict[str, Any], eager: dict[str, Any], names: Any = None)
             torch.testing.assert_close(gradient, eager[name])
 
 
-def test_a_batch_size_that_cannot_be_compiled_runs_the_model_and_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs, opt = mlp()
-    failed = fail_to_compile(monkeypatch, lambda g: g.batch_size == 3, RuntimeError("no room\nfor details"))
-    few = zoo.rows(inputs, 3)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_size_that_cannot_be_compiled_is_trained_all_the_same_and_not_tried_again(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, inputs, opt = mlp(passes=[GreenTrainer(train=TRAINED)])
+    assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs), TRAINED)
+    failing, few = Failing().patch(monkeypatch, place), zoo.rows(inputs, 3)
+    with warnings_of() as texts:
+        for _ in range(3):
+            assert_close(gradients_of(model, lambda _: opt(*few)), eager_gradients(model, few), TRAINED)
+        assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs), TRAINED)
+    assert failing.attempts == 1
+    assert opt.report.notes == texts
+    assert "RuntimeError: no room)" in texts[-1]
+    assert PLACES[place][0] in texts[-1]
+    assert len(texts) == (2 if place == "anything" else 1)
+
+
+def test_a_batch_size_whose_sampling_cannot_be_compiled_runs_exactly_and_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, inputs, opt = mlp(passes=[Vcas(keep_rows=0.5)])
+    failed, few = (
+        fail_to_lower(monkeypatch, lambda g: g.batch_size == 3, RuntimeError("no room\nfor details")),
+        zoo.rows(inputs, 3),
+    )
     with warnings_of() as texts:
         for _ in range(3):
             assert_close(gradients_of(model, lambda _: opt(*few)), eager_gradients(model, few))
         assert opt.last_step is None
-        assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs))
+        opt(*inputs).backward()
     assert opt.last_step is not None
-    assert failed == [3]
+    assert failed == [3, 3]  # the sampler, and the plan without it
     assert texts == ["a step could not be compiled (RuntimeError: no room); the model itself, uncompiled, runs instead"]
     assert texts[0] in opt.report.notes
 
 
-def test_one_warning_per_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, inputs, opt = mlp()
-    fail_to_compile(monkeypatch, lambda g: g.batch_size < 5, RuntimeError("no room"))
+@pytest.mark.parametrize("place", PLACES)
+def test_one_warning_per_cause(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, inputs, opt = mlp(passes=[GreenTrainer(train=TRAINED)])
+    Failing().patch(monkeypatch, place)
     with warnings_of() as texts:
-        for size in (2, 3, 4, 2):
-            opt(*zoo.rows(inputs, size))
-    assert len(texts) == 1
+        for size in (6, 3, 4, 6):
+            opt(*zoo.rows(inputs, size)).backward()
+    assert len(texts) == (2 if place == "anything" else 1)
 
 
-def test_the_model_in_eager_mode_trains_what_is_selected_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = ("second.weight", "third.bias")
-    model, inputs, opt = mlp(passes=[GreenTrainer(train=trained)])
-    fail_to_compile(monkeypatch, lambda g: True, RuntimeError("no room"))
+@pytest.mark.parametrize("place", PLACES)
+def test_what_runs_instead_trains_what_is_selected_and_nothing_else(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, opt = mlp(passes=[GreenTrainer(train=TRAINED)])
+    Failing().patch(monkeypatch, place)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
     with warnings_of():
@@ -96,9 +161,9 @@ def test_the_model_in_eager_mode_trains_what_is_selected_and_nothing_else(monkey
             model.zero_grad()
             opt(*inputs).backward()
             ours = {name: p.grad for name, p in model.named_parameters()}
-            assert_close(ours, eager_gradients(model, inputs), trained)
+            assert_close(ours, eager_gradients(model, inputs), TRAINED)
             optimizer.step()
-    assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == set(trained)
+    assert {n for n, p in model.named_parameters() if not torch.equal(p, before[n])} == set(TRAINED)
     assert all(p.requires_grad for p in model.parameters())
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     again(*inputs).backward()  # copies know nothing of the selection
@@ -110,7 +175,8 @@ def test_the_model_in_eager_mode_trains_what_is_selected_and_nothing_else(monkey
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_checkpointed_layers_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_checkpointed_layers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Checkpointed(zoo.MLP):
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             block = lambda h: torch.relu(self.second(torch.relu(self.first(h))))  # noqa: E731
@@ -119,24 +185,26 @@ def test_checkpointed_layers_in_eager_mode(monkeypatch: pytest.MonkeyPatch) -> N
 
     model, (_, inputs) = Checkpointed(), zoo.make("mlp", 6)
     opt = graphopt.optimize(model, inputs, passes=[GreenTrainer(train=("first.weight",))], backend="aot_eager")
-    fail_to_compile(monkeypatch, lambda g: True, RuntimeError("no room"))
+    Failing().patch(monkeypatch, place)
     with warnings_of():
         assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs), ("first.weight",))
 
 
-def test_a_selection_that_cannot_be_compiled_leaves_the_last_one_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_new_selection_that_cannot_be_compiled_is_in_force_all_the_same(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ("third.weight",), ("second.weight", "second.bias")
     model, inputs, opt = mlp(passes=[GreenTrainer(train=first)])
     opt(*inputs).backward()
-    opt._install(replace(opt.plan, train=frozenset(second)), opt.graph, opt.flops)
-    failed = fail_to_compile(monkeypatch, lambda g: g.trainable and g.trainable[0].name in second, RuntimeError("no room"))
+    opt.adopt(replace(opt.plan, train=frozenset(second)))
+    Failing().patch(monkeypatch, place)
     with warnings_of() as texts:
         for size in (6, 4, 6):
             some = zoo.rows(inputs, size)
-            assert_close(gradients_of(model, lambda _, some=some: opt(*some)), eager_gradients(model, some), first)
+            assert_close(gradients_of(model, lambda _, some=some: opt(*some)), eager_gradients(model, some), second)
+        opt.adopt(replace(opt.plan, train=frozenset(first)))  # which was compiled
+        assert_close(gradients_of(model, lambda _: opt(*inputs)), eager_gradients(model, inputs), first)
     assert opt.selected == set(first)
-    assert failed == [6]
-    assert "a plan that compiles runs instead" in texts[0]
+    assert len(texts) == (2 if place == "anything" else 1)
 
 
 def sampled(graph: TrainingGraph) -> bool:
@@ -171,7 +239,7 @@ def test_new_ratios_that_cannot_be_compiled_give_way_to_the_last_ones_that_keep_
 def test_a_sampler_that_cannot_be_compiled_gives_way_to_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.make("bert", 8)
     opt = graphopt.optimize(model, inputs, passes=[Vcas(keep_rows=0.5), "greentrainer"], backend="aot_eager")
-    fail_to_compile(monkeypatch, sampled, RuntimeError("no room"))
+    fail_to_lower(monkeypatch, sampled, RuntimeError("no room"))
     with warnings_of() as texts:
         ours = gradients_of(model, lambda _: zoo.call(opt, inputs).loss)
     assert_close(ours, gradients_of(copy.deepcopy(model), lambda m: zoo.call(m, inputs).loss))
@@ -193,7 +261,7 @@ def test_compressed_gradients_stay_compressed(monkeypatch: pytest.MonkeyPatch, s
             optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.05)
             patch.setattr(Subspaces, "due", lambda _: False)  # projectors stay, whether or not a checking step compiles
             if failing:
-                fail_to_compile(patch, (lambda g: True) if everything else (lambda g: g.compressed), RuntimeError("no room"))
+                fail_to_lower(patch, (lambda g: True) if everything else (lambda g: g.compressed), RuntimeError("no room"))
             with warnings_of() as texts:
                 for _ in range(3):
                     opt(*inputs).backward()
@@ -260,17 +328,15 @@ class Branching(nn.Module):
         return self.layer(x).square().sum()
 
 
-def test_a_length_that_cannot_be_traced() -> None:
+def test_a_length_that_is_not_one_graph() -> None:
     model = Branching()
     opt = graphopt.optimize(model, torch.randn(2, 3, 4), backend="aot_eager")
-    x = torch.randn(2, 5, 4)
     with warnings_of() as texts:
-        for _ in range(2):
-            ours = gradients_of(model, lambda _: opt(x))
-    assert_close(ours, gradients_of(copy.deepcopy(model), lambda m: m(x)))
-    assert len(texts) == 1
-    assert "CaptureError" in texts[0]
-    assert opt._variants.counters.captures == 1
+        for length in (3, 5, 5, 3):
+            x = torch.randn(2, length, 4)
+            ours = gradients_of(model, lambda _, x=x: opt(x))
+            assert_close(ours, gradients_of(copy.deepcopy(model), lambda m, x=x: m(x)))
+    assert (texts, opt.counters.captures, opt.model_runs) == ([], 1, 0)
 
 
 def test_errors_of_the_model_are_its_own_and_not_held_against_the_compiler() -> None:
@@ -287,7 +353,7 @@ def test_errors_of_the_model_are_its_own_and_not_held_against_the_compiler() -> 
     assert opt.report.notes == []
 
 
-def test_a_batch_that_only_the_model_understands_runs_the_model() -> None:
+def test_a_batch_whose_inputs_disagree_is_a_step_like_any_other() -> None:
     class Repeats(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,12 +362,13 @@ def test_a_batch_that_only_the_model_understands_runs_the_model() -> None:
         def forward(self, x: Tensor, scale: Tensor) -> Tensor:
             return (self.layer(x) * scale).sum()
 
-    opt = graphopt.optimize(Repeats(), (torch.randn(4, 4), torch.randn(4, 1)), backend="aot_eager")
+    model = Repeats()
+    opt = graphopt.optimize(model, (torch.randn(4, 4), torch.randn(4, 1)), backend="aot_eager")
     with warnings_of() as texts:
         for _ in range(2):
-            opt(torch.randn(3, 4), torch.randn(1, 1)).backward()
-    assert len(texts) == 1
-    assert "disagree" in texts[0]
+            inputs = torch.randn(3, 4), torch.randn(1, 1)
+            assert_close(gradients_of(model, lambda _, i=inputs: opt(*i)), eager_gradients(model, inputs))
+    assert (texts, opt.model_runs) == ([], 0)
 
 
 def test_a_selection_that_is_frozen_as_a_whole_is_an_error() -> None:
@@ -341,13 +408,16 @@ def test_out_of_memory_while_compiling_falls_back_and_while_running_changes_noth
     backend.raising = ""
     zoo.call(opt, inputs)["loss"].backward()
     backend.raising = "compile"
+    few, eager = zoo.rows(inputs, 3), copy.deepcopy(model)
     with warnings_of() as texts:
-        zoo.call(opt, zoo.rows(inputs, 3))["loss"].backward()
-    assert "no room to compile" in texts[0]
+        ours = gradients_of(model, lambda _: zoo.call(opt, few)["loss"])
+    assert_close(ours, gradients_of(eager, lambda m: zoo.call(m, few)["loss"]))
+    assert all("no room to compile" in text for text in texts)
+    assert texts == opt.report.notes != []
 
 
 def test_a_backward_that_cannot_be_compiled_in_the_middle_of_a_step_runs_uncompiled() -> None:
-    """The backward for another set of differentiated outputs is compiled when it first comes."""
+    """What is differentiated beside the loss is compiled when it first comes."""
     compiled: list[Any] = []
 
     def backend(module: Any, inputs: Any) -> Any:
@@ -367,18 +437,19 @@ def test_a_backward_that_cannot_be_compiled_in_the_middle_of_a_step_runs_uncompi
     with warnings_of() as texts:
         ours = gradients_of(model, lambda _: total(opt))
     assert_close(ours, eager)
-    assert len(compiled) == 3
-    assert "it runs uncompiled" in texts[0]
+    assert len(compiled) > 2
+    assert any("uncompiled" in text for text in texts)
+    assert texts == opt.report.notes
 
 
 def test_failures_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, inputs, opt = mlp()
-    monkeypatch.setattr("graphopt.runtime.fallback.FAILURE_LIMIT", 2)
-    failed = fail_to_compile(monkeypatch, lambda g: True, RuntimeError("no room"))
+    _, inputs, opt = mlp(passes=[Vcas(keep_rows=0.5)])
+    monkeypatch.setattr("graphopt.runtime.fallback.FAILURE_LIMIT", 4)
+    failed = fail_to_lower(monkeypatch, lambda g: True, RuntimeError("no room"))
     with warnings_of():
-        for size in (2, 3, 4, 2):
+        for size in (2, 3, 3, 4, 2):
             opt(*zoo.rows(inputs, size))
-    assert failed == [2, 3, 4, 2]
+    assert failed == [2, 2, 3, 3, 4, 4, 2, 2]  # each with and without the sampler
 
 
 def test_the_optimizer_of_compressed_gradients_is_still_asked_for() -> None:

@@ -14,7 +14,6 @@ from peft.helpers import rescale_adapter_scale
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.errors import CaptureError
 from tests import zoo
 from tests.messages import warnings_of
 
@@ -54,6 +53,17 @@ def assert_as_in_eager(model: nn.Module, opt: nn.Module, *inputs: Any, **named: 
     torch.testing.assert_close(gradients(model, opt, *inputs, **named), gradients(reference, reference, *inputs, **named))
 
 
+def assert_steps_as_in_eager(model: Any, opt: Any, *inputs: Any, steps: int = 4) -> Any:
+    """Several steps of the model and of a copy of it, which is returned: values, gradients, buffers and plain tensors."""
+    reference = copy.deepcopy(model)
+    for _ in range(steps):
+        torch.testing.assert_close(gradients(model, opt, *inputs), gradients(reference, reference, *inputs))
+        torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+        torch.testing.assert_close(model.mask, reference.mask)
+    assert opt.model_runs == 0
+    return reference
+
+
 def doubled(layer: nn.Linear, x: Tensor) -> Tensor:
     return 2 * nn.functional.linear(x, layer.weight, layer.bias)
 
@@ -89,17 +99,22 @@ def test_what_the_user_changes_takes_effect(change: str, monkeypatch: pytest.Mon
     assert (opt.counters.captures, opt.counters.compilations) == (captures, compilations)
 
 
-def test_what_comes_back_is_not_traced_again() -> None:
+def test_what_comes_back_is_not_compiled_again() -> None:
     model, x = Layers(), torch.randn(4, 6)
     opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager")
-    for scale in (1.0, 2.0, 1.0, 2.0, 1.0):
+    for scale in (1.0, 2.0):
         model.scale = scale
         opt(x[:3]).mean().backward()
-    assert opt.counters.captures == opt.counters.compilations == 2
+    compilations = opt.counters.compilations
+    assert compilations <= 2
+    for scale in (1.0, 2.0, 1.0):
+        model.scale = scale
+        opt(x[:3]).mean().backward()
+    assert (opt.counters.captures, opt.counters.compilations) == (1, compilations)
     assert opt.report.flops_ratio <= 0.8
 
 
-def test_a_change_that_makes_no_difference_compiles_nothing() -> None:
+def test_what_forward_writes_and_looks_at_compiles_at_most_once_more() -> None:
     """transformers writes the kind of problem into the configuration in the first forward, which looks at it."""
     model, inputs = zoo.make("bert", 4)
     opt = graphopt.optimize(model, inputs, backend="aot_eager")
@@ -107,21 +122,20 @@ def test_a_change_that_makes_no_difference_compiles_nothing() -> None:
     for _ in range(3):
         assert_as_in_eager(model, opt, **inputs)
     assert model.config.problem_type == "single_label_classification"
-    assert (opt.counters.captures, opt.counters.compilations) == (1, 1)
+    assert opt.counters.captures == 1
+    assert opt.counters.compilations <= 2
 
 
-def test_a_schedule_of_more_numbers_than_are_traced_is_computed_by_the_model() -> None:
-    """But for those numbers that were traced."""
+def test_a_schedule_of_numbers_is_compiled_once_for_all() -> None:
+    """A floating-point number that has changed once becomes an input of what is compiled."""
     model, x = Layers(), torch.randn(4, 6)
     opt = graphopt.optimize(model, (x,), backend="aot_eager")
     with warnings_of("graphopt") as told:
         for i in (*range(12), 3):
             model.scale = 1.0 + i
             assert_as_in_eager(model, opt, x)
-    assert opt.counters.captures == 8
-    assert opt.model_runs == 4
-    assert len(told) == 1
-    assert "model.scale == 8.0" in told[0]
+    assert (opt.counters.captures, opt.model_runs, told) == (1, 0, [])
+    assert opt.counters.compilations <= 2
 
 
 class Waiting(Layers):
@@ -141,7 +155,8 @@ def test_numbers_that_make_no_difference_are_followed_for_long() -> None:
     for epoch in range(20):
         model.epoch = epoch
         opt(x).mean().backward()
-    assert (opt.counters.captures, opt.counters.compilations, opt.model_runs) == (1, 1, 0)
+    assert (opt.counters.captures, opt.model_runs) == (1, 0)
+    assert opt.counters.compilations <= 3  # 0, 1, and all others
 
 
 def test_a_model_whose_code_fixes_the_batch_is_followed_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,15 +195,16 @@ class Lazy(Layers):
         return super().forward(x)
 
 
-def test_attributes_that_forward_sets() -> None:
-    for kind, captures in ((Counting, 2), (Lazy, 2)):
-        model, x = kind(), torch.randn(4, 6)
-        opt = graphopt.optimize(model, (x,), backend="aot_eager")
-        with warnings_of("graphopt") as told:
-            for _ in range(4):
-                assert_as_in_eager(model, opt, x)
-        assert opt.counters.captures == captures
-        assert [("every call of the model changes model.calls" in text) for text in told] == [True] * (kind is Counting)
+@pytest.mark.parametrize("kind", [Counting, Lazy])
+def test_attributes_that_forward_sets(kind: type[Layers]) -> None:
+    model, x = kind(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    with warnings_of("graphopt") as told:
+        reference = assert_steps_as_in_eager(model, opt, x, steps=5)
+    assert told == []
+    set_by_forward = {name: value for name, value in vars(model).items() if name in ("calls", "ready")}
+    assert set_by_forward == {name: vars(reference)[name] for name in set_by_forward} != {}
+    assert opt.counters.compilations <= 3
 
 
 class Remembering(Waiting):
@@ -206,7 +222,8 @@ def test_what_forward_sets_is_what_it_would_set_now() -> None:
         model.epoch = epoch
         opt(x).mean().backward()
         assert model.last == epoch
-    assert (opt.counters.captures, opt.counters.compilations, opt.model_runs) == (1, 1, 0)
+    assert (opt.counters.captures, opt.model_runs) == (1, 0)
+    assert opt.counters.compilations <= 3
 
 
 class Averaging(Layers):
@@ -230,7 +247,7 @@ class AveragingInBuffer(Layers):
 
 
 class InPlace(AveragingInBuffer):
-    """And with one that is changed in place, as the error asks for; moving the mask to where it is already changes nothing."""
+    """And with one that is changed in place; moving the mask to where it is already changes nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.mask = self.mask.to(x.device)
@@ -253,29 +270,46 @@ class Listing(Layers):
         return super().forward(x)
 
 
-def test_tensors_and_lists_that_forward_changes() -> None:
-    x = torch.randn(4, 6)
-    with pytest.raises(CaptureError, match=r"model.mask and puts another tensor there.*register_buffer"):
-        graphopt.optimize(Averaging(), (x,), backend="aot_eager")
-    with pytest.raises(CaptureError, match=r"model.average and puts another tensor there.*in place"):
-        graphopt.optimize(AveragingInBuffer(), (x,), backend="aot_eager")
+@pytest.mark.parametrize("budget", [None, 0.8])
+@pytest.mark.parametrize("kind", [Averaging, AveragingInBuffer, InPlace, Resizing, Listing])
+def test_tensors_and_lists_that_forward_changes(kind: type[Layers], budget: float | None) -> None:
+    """Whatever it changes, and however: in place, or by putting another one there."""
+    model, x = kind(), torch.randn(4, 6)
+    if kind is Resizing:
+        model.mask = torch.ones(3)
+    opt = graphopt.optimize(model, (x,), budget, backend="aot_eager", loss=lambda output: output.square().mean())
+    reference = copy.deepcopy(model)
     with warnings_of("graphopt") as told:
-        model, reference = InPlace(), InPlace()
-        reference.load_state_dict(model.state_dict())
+        for _ in range(3):
+            ours, theirs = gradients(model, opt, x), gradients(reference, reference, x)
+            assert set(ours) == {"loss", *opt.selected}
+            torch.testing.assert_close(ours, {name: theirs[name] for name in ours})
+            torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+            torch.testing.assert_close(model.mask, reference.mask)
+            assert model.options == reference.options
+    assert (told, opt.model_runs) == ([], 0)
+
+
+def test_optimizing_leaves_what_forward_changes_as_it_was() -> None:
+    x = torch.randn(4, 6)
+    for kind in (Counting, Averaging, AveragingInBuffer, InPlace, Listing):
+        model = kind()
+        before = copy.deepcopy(model)
+        graphopt.optimize(model, (x,), 0.8, backend="aot_eager", loss=lambda output: output.square().mean())
+        torch.testing.assert_close(dict(model.named_buffers()), dict(before.named_buffers()))
+        torch.testing.assert_close(model.mask, before.mask)
+        assert (model.options, vars(model).get("calls")) == (before.options, vars(before).get("calls")), kind
+
+
+def test_a_parametrization_that_changes_its_buffers() -> None:
+    model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), torch.randn(4, 6)
+    reference = copy.deepcopy(model)
+    with warnings_of("graphopt") as told:
         opt = graphopt.optimize(model, (x,), backend="aot_eager")
         for _ in range(3):
             torch.testing.assert_close(gradients(model, opt, x), gradients(reference, reference, x))
-        torch.testing.assert_close(model.average, reference.average)
-        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))
-        graphopt.optimize(spectral, (x,), backend="aot_eager")
+            torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
     assert told == []
-    model = Resizing()
-    model.mask = torch.ones(3)
-    assert_as_in_eager(model, graphopt.optimize(model, (x,), backend="aot_eager"), x)
-    with warnings_of("graphopt") as told:
-        graphopt.optimize(Listing(), (x,), backend="aot_eager")
-    assert len(told) == 1
-    assert "forward() changes model.options['signs']" in told[0]
 
 
 def test_adapters_that_are_scaled_and_merged() -> None:
@@ -285,8 +319,9 @@ def test_adapters_that_are_scaled_and_merged() -> None:
     assert_as_in_eager(model, opt, **inputs)
     with rescale_adapter_scale(model, 4.0):
         assert_as_in_eager(model, opt, **inputs)
+    compilations = opt.counters.compilations
     assert_as_in_eager(model, opt, **inputs)
-    assert opt.counters.captures == 2
+    assert opt.counters.compilations == compilations <= 2
 
 
 def test_adapters_with_a_head_that_is_trained_beside_them() -> None:
@@ -309,9 +344,11 @@ def test_a_copy_looks_at_its_own_model() -> None:
     model.scale = 2.0
     changed = copy.deepcopy(model)
     changed.scale = 1.0
-    for i in range(2):
-        assert float(other(x).square().mean()) == pytest.approx(float(changed(x).square().mean()))
-        assert other.counters.captures == 2, i
+    compilations = opt.counters.compilations
+    for _ in range(2):
+        torch.testing.assert_close(other(x), changed(x))
+        assert other.counters.compilations == compilations + 1
+    assert opt.counters.compilations == compilations
     assert_as_in_eager(model, opt, x)
 
 

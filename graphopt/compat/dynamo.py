@@ -1,0 +1,293 @@
+"""torch.compile as the front end: our backend in it, and each joint graph before AOTAutograd splits it.
+
+Dynamo owns guards, caches, side effects and graph breaks; AOTAutograd owns aliases, mutations, random states, subclasses and
+autograd. In between, the partition function is handed the joint graph, which is where passes run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import sympy
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from graphopt.compat.fakes import fake_mode_of, retrace
+from graphopt.compat.graph_modules import lazy_graph_modules
+from graphopt.compat.joint import open_recurrent_layers
+from graphopt.errors import CaptureError
+
+Rewrite = Callable[[fx.GraphModule, int], fx.GraphModule]
+"""From a joint graph, and how many of its outputs are the forward's, to the joint graph to run in its place."""
+
+GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+"""From a forward or backward graph and its (fake) inputs to what runs it."""
+
+COMPILATIONS = 64
+"""Graphs that Dynamo compiles for one call before it leaves further ones to eager mode: plans count, too."""
+
+
+def compiled_by(call: Callable[..., Any], backend: Any, fullgraph: bool) -> Callable[..., Any]:
+    """`call` under torch.compile, with compiled code and a count of recompilations of its own.
+
+    Args:
+        backend: called by Dynamo with each graph and its example inputs.
+    """
+    compile_: Any = torch.compile
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
+    if "isolate_recompiles" in inspect.signature(compile_).parameters:  # torch 2.11 and 2.12 have one limit for all
+        options |= {"isolate_recompiles": True, "recompile_limit": COMPILATIONS}
+    return compile_(call, **options)
+
+
+class Settings:
+    """Dynamo's settings while a model runs; entered once per step, so that it must cost nothing.
+
+    Hooks that are added to a module later take effect, which Dynamo leaves unchecked by default. An integer attribute that
+    changes becomes an input of the graph. Recurrent layers are part of it.
+    """
+
+    WANTED: ClassVar = {
+        "skip_nnmodule_hook_guards": False,
+        "allow_unspec_int_on_nn_module": True,
+        "allow_rnn": True,
+        "recompile_limit": COMPILATIONS,
+    }
+
+    def __enter__(self) -> None:
+        config = torch._dynamo.config
+        self.before = {name: getattr(config, name) for name in self.WANTED}
+        for name, value in self.WANTED.items():
+            setattr(config, name, value)
+
+    def __exit__(self, *error: object) -> None:
+        for name, value in self.before.items():
+            setattr(torch._dynamo.config, name, value)
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether an error is torch.compile's own, and not one that the user's code raised while it ran."""
+    return isinstance(error, torch._dynamo.exc.TorchDynamoException)
+
+
+def is_restart(error: BaseException) -> bool:
+    """Whether an error out of compiling a graph tells Dynamo to trace in another way, and is not one at all."""
+    from torch._dynamo import exc
+
+    return isinstance(error, (exc.RestartAnalysis, exc.SkipFrame, *exc.exceptions_allowed_to_be_fallback))
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What a backend has raised, where Dynamo has wrapped it."""
+    inner = getattr(error, "inner_exception", None)
+    return cause_of(inner) if isinstance(inner, BaseException) else error
+
+
+def example_of(node: fx.Node) -> Any:
+    """The value that Dynamo traced a placeholder with, real or fake as the caller's; None where it is none of the caller's."""
+    argument = node.meta.get("grapharg")
+    if argument is None or getattr(argument, "is_unspecialized", False):
+        return None
+    try:
+        return argument.example
+    except AssertionError:  # its tensor is gone
+        return None
+
+
+def source_of(node: fx.Node) -> str:
+    """Where in the user's program Dynamo found a placeholder's value; "" if unknown."""
+    argument = node.meta.get("grapharg")
+    if argument is None:
+        return ""
+    name = argument.source.name
+    return name() if callable(name) else name
+
+
+def traced_size(value: torch.SymInt, symbol: sympy.Symbol) -> int | None:
+    """What a symbol of a size was when the graph was traced; None where it depends on data."""
+    environment = value.node.shape_env
+    known = getattr(environment, "backed_var_to_val", None) or environment.var_to_val  # torch 2.11 has the second alone
+    return int(known[symbol]) if symbol in known else None
+
+
+def differentiates(module: fx.GraphModule) -> bool:
+    """Whether a graph of Dynamo's will have a backward."""
+
+    def trained(nodes: Any) -> bool:
+        values = (node.meta.get("example_value") for node in nodes if isinstance(node, fx.Node))
+        return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+    outputs = torch.utils._pytree.tree_leaves(module.graph.output_node().args[0])
+    return torch.is_grad_enabled() and trained(module.graph.find_nodes(op="placeholder")) and trained(outputs)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What is done with a joint graph on its way through AOTAutograd.
+
+    Attributes:
+        rewrite: see `Rewrite`; None: the graph is compiled as torch.compile would, in operators that are decomposed already.
+        see: shown the joint graph that is not rewritten, and how many of its outputs are the forward's.
+        halves: shown the forward and the backward before they are compiled.
+        key: text that says all that `rewrite` depends on, for torch's caches on disk.
+    """
+
+    rewrite: Rewrite | None
+    see: Callable[[fx.GraphModule, int], None]
+    halves: Callable[[fx.GraphModule, fx.GraphModule], None]
+    key: str
+
+
+def compile_plainly(module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's as torch.compile would."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with open_recurrent_layers():
+        if compiler == "inductor":
+            return compile_fx(module, list(examples))  # type: ignore[return-value]
+        return _without_inductor(module, examples, compiler, None)
+
+
+def compile_joint(
+    module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler, hooks: Hooks
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's that has a backward, with `hooks` on its joint graph.
+
+    Args:
+        compiler: "inductor", "aot_eager" or a function that compiles one half.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with open_recurrent_layers(), config.patch(custom_partitioner_fn=_Partitioner(hooks)):
+        if compiler != "inductor":
+            return _without_inductor(module, examples, compiler, hooks)
+        if hooks.rewrite is None:
+            return compile_fx(module, list(examples))  # type: ignore[return-value]
+        return compile_fx(module, list(examples), decompositions={})  # type: ignore[return-value]
+
+
+def statically() -> contextlib.AbstractContextManager[Any]:
+    """Every size is a number while Dynamo traces."""
+    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False, assume_static_by_default=True
+    )
+    return patched
+
+
+class _Traced(Exception):
+    """Ends a compilation when the joint graph is there."""
+
+
+def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:
+    """The joint graph of a graph of Dynamo's, and how many of its outputs are the forward's; `module` stays as it is."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[tuple[fx.GraphModule, int]] = []
+
+    def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        found.append((joint, num_fwd_outputs))
+        raise _Traced
+
+    with contextlib.suppress(_Traced), open_recurrent_layers():
+        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split)
+        backend(module, list(examples))
+    if not found:
+        raise CaptureError("it has no backward")
+    return found[0]
+
+
+def _without_inductor(
+    module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler, hooks: Hooks | None
+) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+
+    def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        from torch._functorch.partitioners import default_partition
+
+        with lazy_graph_modules():
+            if hooks is not None:
+                joint = _rewritten(joint, num_fwd_outputs, hooks)
+            forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+        if hooks is not None:
+            hooks.halves(forward, backward)
+        return forward, backward
+
+    half = _boxed if compiler == "aot_eager" else _custom(compiler)  # type: ignore[arg-type]
+    backend = aot_autograd(fw_compiler=half, bw_compiler=half, partition_fn=split)
+    return backend(module, list(examples))
+
+
+def _rewritten(joint: fx.GraphModule, num_forward: int, hooks: Hooks) -> fx.GraphModule:
+    if hooks.rewrite is None:
+        hooks.see(joint, num_forward)
+        return joint
+    return hooks.rewrite(joint, num_forward)
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Rewrites, decomposes and splits; `uuid` lets torch's caches tell plans apart."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        joint, inputs, options = gm, joint_inputs, kwargs
+        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        from torch._inductor import compile_fx
+        from torch._inductor.virtualized import V
+
+        joint = _rewritten(joint, options["num_fwd_outputs"], self.hooks)
+        with lazy_graph_modules():
+            if self.hooks.rewrite is not None:
+                joint = decomposed(joint)
+                values = [v for node in joint.graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor)]
+                with V.set_fake_mode(fake_mode_of(values)):
+                    device = values[0].device
+                    joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
+            forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+        self.hooks.halves(forward, backward)
+        return forward, backward
+
+    def uuid(self) -> Any:
+        """For torch's caches on disk."""
+        return self.hooks.key
+
+    def __reduce__(self) -> Any:
+        return str, (self.hooks.key,)
+
+
+def decomposed(joint: fx.GraphModule) -> fx.GraphModule:
+    """A joint graph in the operators that Inductor lowers; inputs and outputs keep their names and descriptions."""
+    before = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("val") for node in before]
+    fake_mode = fake_mode_of([v for v in values if isinstance(v, torch.Tensor)])
+    module = retrace(joint, values, fake_mode, decompose=True)
+    for old, new in zip(before, [node for node in module.graph.nodes if node.op == "placeholder"], strict=True):
+        new.meta |= {k: v for k, v in old.meta.items() if k not in new.meta}
+        if new.name != old.name:
+            new.name = new.target = old.name
+    module.graph.output_node().meta = dict(joint.graph.output_node().meta)
+    return module
+
+
+def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    """A graph run operator by operator, each value freed after its last use."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return boxed_nop(graph, [])
+
+
+def _custom(compiler: GraphCompiler) -> Callable[..., Any]:
+    """A user's own compiler of forward and backward graphs, whose results take their arguments one by one."""
+    from functorch.compile import make_boxed_func
+
+    def compile_half(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        return make_boxed_func(compiler(graph, inputs))
+
+    return compile_half

@@ -1,0 +1,1 @@
+"""torch.compile as the front end: what it traces is planned and rewritten here."""

@@ -1,0 +1,252 @@
+"""The backend of torch.compile that carries out a plan: each graph's joint graph is rewritten, and nothing else is different.
+
+What cannot be rewritten is compiled as torch.compile would; tensors that are not selected still get no gradient there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, fx, nn
+
+from graphopt.compat import InputDesc, OutputDesc, observed_by, pytree
+from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart
+from graphopt.compat.graph_modules import copied, graph_module
+from graphopt.errors import first_line
+from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph
+from graphopt.graph import TrainingGraph, remove_dead_nodes
+from graphopt.lower import Backend
+from graphopt.passes import PassReport
+from graphopt.planner.plan import Plan
+
+
+@dataclass
+class CompiledRegion:
+    """A region as it was compiled.
+
+    Attributes:
+        region: its parameters.
+        graph: the joint graph that runs; None where there is no backward, or where all came from torch's cache on disk.
+        halves: the forward and the backward before they were compiled; None likewise.
+        reports: what each pass did.
+        compile_seconds: of compiling, rewriting included; `rewrite_seconds` is the passes' share.
+    """
+
+    region: Region
+    graph: TrainingGraph | None = None
+    halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
+    reports: tuple[PassReport, ...] = ()
+    compile_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+
+
+class Host(Protocol):
+    """Whom a backend works for.
+
+    Attributes:
+        modes: that watch operators; see `observed_by`.
+    """
+
+    modes: Sequence[Any]
+
+    def names(self) -> Mapping[int, Sequence[str]]:
+        """See `tensor_names`."""
+        ...
+
+    def planned(self) -> Collection[str]:
+        """The parameters that a plan knows of; others are trained."""
+        ...
+
+    def batch_size(self) -> int:
+        """Of the call under way."""
+        ...
+
+    def check(self, plan: Plan) -> None:
+        """Raise what the user has to know before anything is compiled under a plan."""
+        ...
+
+    def compiled(self, region: CompiledRegion) -> None:
+        """Told of a region that was compiled."""
+        ...
+
+    def ran(self, region: CompiledRegion) -> None:
+        """Told of a region that runs."""
+        ...
+
+    def drop_unselected(self) -> None:
+        """Tensors that are not selected are to lose every gradient that reaches them."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Told, once, of what runs in another way than planned."""
+        ...
+
+
+class PlanBackend:
+    """What Dynamo calls with each graph of a model under one plan."""
+
+    def __init__(self, plan: Plan, host: Callable[[], Host], backend: Backend) -> None:
+        """Set up.
+
+        Args:
+            host: a weak reference, since Dynamo keeps backends for ever.
+        """
+        self.plan = plan
+        self.host = host
+        self.backend = backend
+
+    def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        """What Dynamo is to run in the place of a graph."""
+        copy = graph_module(module, copied(module.graph))  # compiling changes the graph
+        placeholders = module.graph.find_nodes(op="placeholder")
+        values = [example_of(node) for node in placeholders]
+        first = self._made(module, examples, region_of(placeholders, values, self.host().names()))
+        return _Regions(self, copy, placeholders, values, first)
+
+    def _made(self, module: fx.GraphModule, examples: Sequence[Any], region: Region) -> _Made:
+        """Compile a region."""
+        start = time.perf_counter()
+        host, found = self.host(), CompiledRegion(region)
+        run = self._compile(module, examples, found, host)
+        found.compile_seconds = time.perf_counter() - start
+        host.compiled(found)
+        cut = frozenset(p.name for p in region.parameters if not self._trains(p.name, host.planned()))
+        others = tuple(i for i, name in enumerate(region.names) if name not in cut)
+        return _Made(found, run, others if cut else None)
+
+    def _trains(self, name: str, planned: Collection[str]) -> bool:
+        return self.plan.train is None or name in self.plan.train or name not in planned
+
+    def _compile(self, module: fx.GraphModule, examples: Sequence[Any], found: CompiledRegion, host: Host) -> Callable[..., Any]:
+        """The region under the plan; as torch.compile has it where that fails; in eager mode where that fails, too."""
+        if not differentiates(module):
+            return compile_plainly(module, examples, self.backend)
+        copy = graph_module(module, copied(module.graph))  # compiling changes it
+        host.check(self.plan)
+        try:
+            return compile_joint(module, examples, self.backend, self._hooks(found, host))
+        except Exception as error:
+            if is_restart(error):
+                raise
+            why = first_line(error)
+            host.note(f"a part of the model could not be compiled under the plan ({why}); it runs as torch.compile has it")
+        host.drop_unselected()
+        found.graph, found.halves, found.reports = None, None, ()
+        try:
+            return compile_plainly(graph_module(copy, copied(copy.graph)), examples, self.backend)
+        except Exception as error:
+            if is_restart(error):
+                raise
+            host.note(f"a part of the model could not be compiled ({first_line(error)}); it runs uncompiled")
+        return copy
+
+    def _hooks(self, found: CompiledRegion, host: Host) -> Hooks:
+        def see(joint: fx.GraphModule, num_forward: int) -> None:
+            remove_dead_nodes(joint)  # a draw that nobody reads is more than torch's simpler partitioner can split
+            found.graph = training_graph(found.region, graph_module(joint, copied(joint.graph)), num_forward, host.batch_size())
+
+        def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
+            start = time.perf_counter()
+            graph = training_graph(found.region, joint, num_forward, host.batch_size())
+            try:
+                graph, reports = self.plan.rewrite_region(graph, host.planned())
+            except Exception as error:
+                host.note(f"a part of the model could not be rewritten ({first_line(error)}); it runs as torch.compile has it")
+                self._drop_unselected(graph, host.planned())
+                reports = []
+            found.graph, found.reports = graph.clone(), tuple(reports)
+            found.rewrite_seconds = time.perf_counter() - start
+            return graph.module
+
+        def halves(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+            found.halves = tuple(graph_module(half, copied(half.graph)) for half in (forward, backward))  # type: ignore[assignment]
+
+        changes = bool(self.plan.passes)
+        return Hooks(rewrite if changes else None, see, halves, self._key(found.region, host))
+
+    def _drop_unselected(self, graph: TrainingGraph, planned: Collection[str]) -> None:
+        cut = [p.name for p in graph.parameters if not self._trains(p.name, planned)]
+        if cut:
+            drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("parameter", name)) for name in cut])
+            remove_dead_nodes(graph.module)
+
+    def _key(self, region: Region, host: Host) -> str:
+        """All that a rewritten region depends on but its graph, as text that is the same in every process."""
+        from graphopt import __version__
+
+        train = None if self.plan.train is None else sorted(self.plan.train)
+        passes = [(p.name, repr(p)) for p in self.plan.passes]
+        plan = (train, passes, sorted(self.plan.recompute), sorted(self.plan.imprecise))
+        told = (__version__, region.names, sorted(host.planned()), plan)
+        return "graphopt " + hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A compiled region.
+
+    Attributes:
+        run: what computes it.
+        others: its inputs but for the parameters whose gradient is cut; None where none is cut.
+    """
+
+    region: CompiledRegion
+    run: Callable[..., Any]
+    others: tuple[int, ...] | None
+
+
+class _Regions:
+    """What Dynamo runs in the place of a graph.
+
+    Dynamo runs one graph for all layers that look alike, each with its own parameters. But a plan may train one and cut the
+    other: so what is compiled is found by the names of the parameters that come.
+    """
+
+    def __init__(
+        self, backend: PlanBackend, module: fx.GraphModule, placeholders: Sequence[fx.Node], values: Sequence[Any], first: _Made
+    ) -> None:
+        self.backend = backend
+        self.module = module
+        self.placeholders = placeholders
+        self._held = [i for i, value in enumerate(values) if isinstance(value, nn.Parameter)]
+        self._known = {tuple(id(values[i]) for i in self._held): first}
+        self._by_names: dict[Hashable, _Made] = {first.region.region.names: first}
+
+    def __call__(self, *args: Any) -> Any:
+        made = self._known.get(tuple([id(args[i]) for i in self._held]))
+        if made is None:
+            made = self._other(args)
+        host = self.backend.host()
+        host.ran(made.region)
+        if host.modes:
+            with observed_by(host.modes):
+                outputs = made.run(*args)
+        else:
+            outputs = made.run(*args)
+        if made.others is None or any(isinstance(args[i], Tensor) and args[i].requires_grad for i in made.others):
+            return outputs
+        # Nothing is trained up to here: what comes after need not pass a gradient on.
+        return pytree.tree_map_only(Tensor, _without_history, outputs)
+
+    def _other(self, args: tuple[Any, ...]) -> _Made:
+        """The region for other parameters than those that are known."""
+        region = region_of(self.placeholders, args, self.backend.host().names())
+        key: Hashable = region.names
+        made = self._by_names.get(key)
+        if made is None:  # Dynamo's guards hold for it, but sizes may be symbols there and are numbers here
+            key = (key, tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args))
+            made = self._by_names.get(key)
+        if made is None:
+            module = graph_module(self.module, copied(self.module.graph))
+            made = self._by_names[key] = self.backend._made(module, args, region)
+        if key == region.names:
+            self._known[tuple([id(args[i]) for i in self._held])] = made
+        return made
+
+
+def _without_history(tensor: Tensor) -> Tensor:
+    return tensor if tensor.grad_fn is None else tensor.detach()

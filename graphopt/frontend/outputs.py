@@ -1,0 +1,65 @@
+"""Outputs that training does not differentiate.
+
+A model returns its loss and its logits; training differentiates the loss alone. AOTAutograd would make a tensor of zeros for the
+gradient of the logits, and give zeros to parameters that only the logits depend on, where eager mode leaves None. So what is
+compiled differentiates the first output alone, if that is a scalar. Whoever differentiates another has the step run again for
+it, once; later steps are compiled for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphopt.compat import pytree
+
+Rerun = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor | None]]
+"""From positions among the outputs' leaves, and their gradients, to the gradients of the anchors; see `reattached`."""
+
+
+def detached(output: Any, attached: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
+    """Within what Dynamo traces: the output with the leaves detached that are not `attached`, and their positions.
+
+    An output that does not begin with a scalar is left as it is: no loss can be told from the rest.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    if len(leaves) < 2 or not isinstance(leaves[0], Tensor) or leaves[0].dim() > 0 or not leaves[0].requires_grad:
+        return output, ()
+    positions = tuple(i for i, leaf in enumerate(leaves) if i not in attached and isinstance(leaf, Tensor) and leaf.requires_grad)
+    for i in positions:
+        leaves[i] = leaves[i].detach()
+    return pytree.tree_unflatten(leaves, spec), positions
+
+
+def reattached(output: Any, positions: Sequence[int], anchors: Sequence[Tensor], rerun: Rerun) -> Any:
+    """The output with the leaves at `positions` differentiable again, through `rerun`.
+
+    Args:
+        anchors: tensors that require a gradient and that those leaves may depend on.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    found = _Reattached.apply(rerun, tuple(positions), *(leaves[i] for i in positions), *anchors)
+    for i, leaf in zip(positions, found, strict=True):
+        leaves[i] = leaf
+    return pytree.tree_unflatten(leaves, spec)
+
+
+class _Reattached(torch.autograd.Function):
+    """Gives outputs a history that is made when somebody asks for it."""
+
+    @staticmethod
+    def forward(ctx: Any, rerun: Rerun, positions: tuple[int, ...], *tensors: Tensor) -> Any:
+        ctx.rerun, ctx.positions = rerun, positions
+        ctx.save_for_backward(*tensors[len(positions) :])  # refuses a backward after they were changed in place
+        ctx.set_materialize_grads(False)
+        return tensors[: len(positions)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        assert ctx.saved_tensors is not None
+        present = [(i, g) for i, g in zip(ctx.positions, gradients, strict=True) if g is not None]
+        found = ctx.rerun([i for i, _ in present], [g for _, g in present]) if present else [None] * len(ctx.saved_tensors)
+        return (None, None, *(None for _ in ctx.positions), *found)

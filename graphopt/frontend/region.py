@@ -1,0 +1,127 @@
+"""A region: one graph of Dynamo's, and its joint graph as a `TrainingGraph`.
+
+A model without graph breaks is one region. Its parameters are recognised by identity: a tensor that Dynamo traced with is a
+parameter of the model if it is that very object.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from torch import Tensor, fx, nn
+
+from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, output_list
+from graphopt.compat.dynamo import source_of, traced_size
+from graphopt.graph import Parameter, TrainingGraph
+from graphopt.normalise import normalise
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is known of a graph of Dynamo's before its backward is traced.
+
+    Attributes:
+        names: per placeholder, the name of the parameter or buffer; None for other inputs.
+        parameters: those among them.
+    """
+
+    names: tuple[str | None, ...]
+    parameters: tuple[Parameter, ...]
+
+    def describe(self, desc: InputDesc) -> InputDesc:
+        """An input of the joint graph, by name where it has one."""
+        if desc.kind != "input" or not isinstance(desc.target, int) or (name := self.names[desc.target]) is None:
+            return desc
+        return InputDesc("parameter" if any(p.name == name for p in self.parameters) else "buffer", name)
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        """Parameters that require a gradient."""
+        return frozenset(p.name for p in self.parameters if p.trainable)
+
+
+def tensor_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    """All names of each parameter and buffer of a model, by the tensor's `id`."""
+    names: dict[int, tuple[str, ...]] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    return names
+
+
+def region_of(placeholders: Sequence[fx.Node], values: Sequence[Any], names: Mapping[int, Sequence[str]]) -> Region:
+    """The region of a graph of Dynamo's that is given these values.
+
+    Args:
+        names: see `tensor_names`. Trainable tensors that are no registered parameters are named by where they were found.
+    """
+    found: list[str | None] = []
+    parameters: list[Parameter] = []
+    for node, tensor in zip(placeholders, values, strict=True):
+        own = names.get(id(tensor), ())
+        name = own[0] if own else None
+        if name is None and isinstance(tensor, nn.Parameter):
+            name = _place(source_of(node)) or node.name
+        found.append(name)
+        if name is not None and isinstance(tensor, nn.Parameter):
+            parameters.append(Parameter(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(own[1:])))
+    return Region(tuple(found), tuple(parameters))
+
+
+def training_graph(region: Region, joint: fx.GraphModule, num_forward: int, batch_size: int = 1) -> TrainingGraph:
+    """The joint graph of a region, which AOTAutograd has traced, in the form that passes know; `joint` itself is changed.
+
+    Args:
+        num_forward: how many of its outputs are the forward's.
+        batch_size: samples in the call for which it was traced.
+    """
+    inputs, outputs = describe_joint(joint, num_forward)
+    graph = TrainingGraph(
+        module=joint,
+        inputs=tuple(map(region.describe, inputs)),
+        outputs=tuple(_with_name(desc, region) for desc in outputs),
+        parameters=region.parameters,
+        aliases=(),
+        out_spec=None,
+        symbols=frozenset(),
+        batch_size=batch_size,
+        static_reason="torch.compile has traced it for the sizes at hand",
+        sizes=_sizes(joint),
+    )
+    normalise(graph)
+    return graph
+
+
+def _with_name(desc: OutputDesc, region: Region) -> OutputDesc:
+    return OutputDesc(desc.kind, region.describe(desc.target)) if isinstance(desc.target, InputDesc) else desc
+
+
+def _sizes(joint: fx.GraphModule) -> dict[sympy.Symbol, int]:
+    """The sizes that a graph was traced with, for every symbol of its inputs' shapes."""
+    found: dict[sympy.Symbol, int] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
+            for symbol in expression(size).free_symbols if hasattr(size, "node") else ():
+                if symbol not in found and (traced := traced_size(size, symbol)) is not None:
+                    found[symbol] = traced
+    return found
+
+
+def drop_gradients(joint: fx.GraphModule, graph: TrainingGraph, unwanted: Sequence[OutputDesc]) -> None:
+    """Have a joint graph return no gradient for some of its inputs."""
+    results = output_list(joint)
+    for position, desc in enumerate(graph.outputs):
+        if desc in unwanted:
+            results[position] = None
+    joint.graph.output_node().args = (tuple(results),)
+
+
+def _place(source: str) -> str:
+    """`L['self']._modules['fc']._parameters['weight']` is `fc.weight`."""
+    parts = re.findall(r"\['([^']+)'\]|\.(?!_modules|_parameters|_buffers)(\w+)|\[(\d+)\]", source)
+    return ".".join("".join(part) for part in parts[1:])

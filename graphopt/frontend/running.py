@@ -1,0 +1,333 @@
+"""Running a model under a plan, through torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphopt import compat
+from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
+from graphopt.capture import caching_configs
+from graphopt.compat import pytree
+from graphopt.compat.dynamo import Settings, cause_of, compiled_by
+from graphopt.errors import GraphoptError, InputError, PassError
+from graphopt.frontend.backend import CompiledRegion, PlanBackend
+from graphopt.frontend.outputs import detached, reattached
+from graphopt.frontend.region import tensor_names
+from graphopt.graph import TrainingGraph
+from graphopt.lower import Backend
+from graphopt.passes import PassReport
+from graphopt.planner.plan import Plan
+from graphopt.runtime.bounded_cache import BoundedCache
+from graphopt.runtime.counters import Counters
+from graphopt.runtime.draws import draws
+
+_models = itertools.count()
+
+PLANS = 16
+"""Plans whose compiled graphs are kept."""
+
+
+@dataclass(frozen=True)
+class RegionStep:
+    """A training step, as the regions that ran in it.
+
+    Attributes:
+        plan: that they were compiled under.
+        regions: in the order in which they ran.
+        seconds: see `Lowered.seconds`.
+    """
+
+    plan: Plan
+    regions: tuple[CompiledRegion, ...]
+    seconds: deque[float]
+    sampled_part: float = 1.0
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The joint graph with the most operators, which is the only one where there is no graph break."""
+        return max((r.graph for r in self.regions if r.graph is not None), key=lambda graph: len(graph.graph.nodes))
+
+    @property
+    def reports(self) -> tuple[PassReport, ...]:
+        """What each pass did, in all regions together."""
+        merged: dict[str, PassReport] = {}
+        for region in self.regions:
+            for report in region.reports:
+                merged[report.name] = _together(merged[report.name], report) if report.name in merged else report
+        return tuple(merged.values())
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all regions."""
+        return sum(region.compile_seconds for region in self.regions)
+
+    @property
+    def rewrite_seconds(self) -> float:
+        """Of all regions."""
+        return sum(region.rewrite_seconds for region in self.regions)
+
+    @property
+    def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:
+        """Forward and backward of every region that has a backward."""
+        return tuple(region.halves for region in self.regions if region.halves is not None)
+
+
+def _together(a: PassReport, b: PassReport) -> PassReport:
+    changes = replace(
+        a.changes,
+        changed=(*a.changes.changed, *b.changes.changed),
+        left_alone={**a.changes.left_alone, **b.changes.left_alone},
+        nodes_removed=a.changes.nodes_removed + b.changes.nodes_removed,
+    )
+    return replace(
+        a,
+        changes=changes,
+        step_flops_before=a.step_flops_before + b.step_flops_before,
+        step_flops_after=a.step_flops_after + b.step_flops_after,
+        saved_bytes_before=a.saved_bytes_before + b.saved_bytes_before,
+        saved_bytes_after=a.saved_bytes_after + b.saved_bytes_after,
+        choices=(*a.choices, *b.choices),
+    )
+
+
+class Running:
+    """Runs a model's training steps under plans; a plan that comes again is still compiled.
+
+    Attributes:
+        step: that ran last; None before the first.
+        modes: see `Host`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        counters: Counters,
+        planned: Collection[str],
+        note: Callable[[str], None],
+        drop_unselected: Callable[[], None],
+        batch_dim: BatchDim = 0,
+        fullgraph: bool = False,
+        parts: bool = False,
+    ) -> None:
+        """Set up; nothing is compiled before the first call.
+
+        Args:
+            parts: the model is not one graph.
+        """
+        self.model = model
+        self.backend = backend
+        self.counters = counters
+        self.batch_dim = batch_dim
+        self.fullgraph = fullgraph
+        self.note = note
+        self.drop_unselected = drop_unselected
+        self.step: RegionStep | None = None
+        self.modes: Sequence[Any] = ()
+        self._planned = frozenset(planned)
+        self._compiled: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(PLANS)
+        self._checked: set[Hashable] = set()
+        self._steps: dict[Hashable, RegionStep] = {}
+        self._ran: list[CompiledRegion] = []
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._configs = caching_configs(model)
+        self._name = f"step_of_model_{next(_models)}"
+        self._differentiated = None if parts else frozenset({0})
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Compiled code belongs to one model: a copy of the model compiles its own."""
+
+    def __call__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's output, compiled under `plan`.
+
+        Raises:
+            PassError: everything that the plan trains is frozen.
+        """
+        start = time.perf_counter()
+        before = torch.get_rng_state() if self._differentiated is not None else None
+        output, positions = self._run(plan, self._differentiated, args, kwargs)
+        self._check_all_planned(plan)
+        self.step = self._as_step(plan)
+        if self.step is not None and len(self.step.seconds) < (self.step.seconds.maxlen or 0):
+            _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
+        if not positions:
+            return output
+        tensors = (*self.model.parameters(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
+        anchors = [t for t in tensors if t.requires_grad]
+        leaves = pytree.tree_leaves(output)
+        seen = {i: leaves[i] for i in positions}
+
+        def rerun(wanted: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            with self._as_before(before):
+                again, _ = self._run(plan, frozenset(wanted), args, kwargs)
+            self._differentiated = (self._differentiated or frozenset()) | frozenset(wanted)
+            found = pytree.tree_leaves(again)
+            self._check_same([(found[i], seen[i]) for i in wanted])
+            return torch.autograd.grad([found[i] for i in wanted], anchors, gradients, allow_unused=True)
+
+        return reattached(output, positions, anchors, rerun)
+
+    def _run(
+        self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """The output, and which leaves of it are detached though they could be differentiated."""
+        key = (plan.key, differentiated)
+        run = self._compiled.get(key)
+        if run is None:
+            run = self._compiled.put(key, self._under(plan, differentiated))
+        self._ran, self._call = [], (args, kwargs)
+        try:
+            with self._prepared(), Settings():
+                found: tuple[Any, tuple[int, ...]] = run(*args, **kwargs)
+                return found
+        except Exception as error:
+            cause = cause_of(error)
+            if isinstance(cause, GraphoptError):
+                raise cause from None
+            raise
+        finally:
+            self._call = ((), {})
+
+    @contextlib.contextmanager
+    def _as_before(self, draws: Tensor | None) -> Iterator[None]:
+        """A step runs again: the same random numbers of the CPU, and neither those nor buffers change any further."""
+        buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        now = torch.get_rng_state()
+        try:
+            if draws is not None:
+                torch.set_rng_state(draws)
+            with torch.enable_grad():
+                yield
+        finally:
+            torch.set_rng_state(now)
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+
+    def _check_same(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Raise, or tell, if a step that ran again gave another output."""
+        if all(torch.allclose(a.detach(), b.detach(), rtol=1e-2, atol=1e-3, equal_nan=True) for a, b in pairs):
+            return
+        if any(draws(node) for region in self._ran if region.graph is not None for node in region.graph.graph.nodes):
+            self.note("an output beside the loss was differentiated; in this first step its dropout was drawn again")
+            return
+        raise GraphoptError(
+            "an output of the model beside the loss was differentiated, for which the step was to run again, but forward() now "
+            "returns something else: it changes its inputs or attributes. Repeat the step; later ones are prepared for it."
+        )
+
+    @contextlib.contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Generative models are not to return a cache; what watches operators sees those of compiled graphs alone."""
+        cached = [config for config in self._configs if config.use_cache]
+        for config in cached:
+            config.use_cache = False
+        try:
+            if not compat.is_observed():
+                yield
+                return
+            with compat.unobserved() as modes:
+                self.modes = tuple(modes)
+                yield
+        finally:
+            self.modes = ()
+            for config in cached:
+                config.use_cache = True
+
+    def _under(self, plan: Plan, differentiated: frozenset[int] | None) -> Callable[..., Any]:
+        model = self.model
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = model(*args, **kwargs)
+            return (output, ()) if differentiated is None else detached(output, differentiated)
+
+        # Dynamo keeps what it compiles with the code object, which is to go when the model does, and what it has learned about
+        # sizes by the code's name, which is this model's own.
+        code = call.__code__.replace(co_name=self._name)
+        own = types.FunctionType(code, call.__globals__, self._name, None, call.__closure__)
+        return compiled_by(own, PlanBackend(plan, weakref.ref(self), self.backend), self.fullgraph)  # type: ignore[arg-type]
+
+    def _check_all_planned(self, plan: Plan) -> None:
+        """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
+        key = (plan.key, tuple(map(id, self._ran)))
+        if key in self._checked:
+            return
+        self._checked.add(key)
+        if not self._ran:
+            self.note(
+                "a step ran uncompiled: torch.compile compiles nothing here, or has compiled this model too often for what "
+                "changes from step to step. TORCH_LOGS=recompiles says what"
+            )
+        seen = {p.name for region in self._ran for p in region.region.parameters}
+        if plan.train is not None and not {n for n, p in self.model.named_parameters() if p.requires_grad} <= seen | plan.train:
+            self.drop_unselected()
+
+    def _as_step(self, plan: Plan) -> RegionStep | None:
+        """The step that has just run, the same object for the same regions."""
+        ran = tuple(self._ran)
+        self._ran = []
+        if not any(region.graph is not None for region in ran):
+            return None
+        key = tuple(map(id, ran))
+        if key not in self._steps:
+            if len(self._steps) >= PLANS:
+                self._steps.clear()
+            self._steps[key] = RegionStep(plan, ran, deque(maxlen=32))
+        return self._steps[key]
+
+    # What a backend asks for; see `Host`.
+
+    def names(self) -> Mapping[int, Sequence[str]]:
+        """See `tensor_names`."""
+        return tensor_names(self.model)
+
+    def planned(self) -> Collection[str]:
+        """Parameters that the plans know of."""
+        return self._planned
+
+    def batch_size(self) -> int:
+        """Of the call under way; 1 where it has none."""
+        inputs = flatten_call(*self._call)
+        try:
+            return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
+        except InputError:  # the inputs are no batch of samples
+            return 1
+
+    def check(self, plan: Plan) -> None:
+        """Raise `PassError` if the user has frozen everything that is selected: nothing would be trained."""
+        if plan.train is not None and not any(p.requires_grad for n, p in self.model.named_parameters() if n in plan.train):
+            raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
+
+    def compiled(self, region: CompiledRegion) -> None:
+        """Count."""
+        self.counters.compilations += 1
+        self.counters.compile_seconds += region.compile_seconds
+        self.counters.rewrite_seconds += region.rewrite_seconds
+
+    def ran(self, region: CompiledRegion) -> None:
+        """Note that a region has run in the step under way."""
+        self._ran.append(region)
+
+
+def _when_backward_ends(output: Any, then: Callable[[], None]) -> None:
+    """Call `then` at the end of the first backward from what a model has returned."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    if leaves:
+        handle: Any = None
+
+        def begun(_: Tensor) -> None:
+            handle.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(then)
+
+        handle = leaves[0].register_hook(begun)

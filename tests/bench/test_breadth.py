@@ -1,0 +1,171 @@
+"""`graphopt bench breadth`: cases run in processes of their own, are kept, and what is wrong is called wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import graphopt
+from graphopt.bench import breadth
+from graphopt.bench.breadth_models import CASES
+from graphopt.bench.breadth_run import PREFIX, Trained, compare, measure, verdict
+from graphopt.bench.commands import bench_app
+from graphopt.errors import InputError
+
+
+def bench(folder: Path, *options: str) -> Any:
+    return CliRunner().invoke(bench_app, ["breadth", "--out", str(folder), *options])
+
+
+def test_two_cases_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bench(tmp_path, "--cases", "plain,mask-index")
+    assert found.exit_code == 0, found.output
+    assert "2 cases: 2 ok" in found.output
+    rows = {row["case"]: row for row in map(json.loads, (tmp_path / breadth.RESULTS).read_text().splitlines())}
+    assert set(rows) == {"plain", "mask-index"}
+    for row in rows.values():
+        assert row["verdict"] == "ok"
+        assert row["torch_compile"]["ok"]
+        assert 0 < row["graphopt"]["selected"] < row["graphopt"]["trainable"]
+        assert 0.3 < row["graphopt"]["counted_ratio"] <= 0.7
+    assert rows["plain"]["graphopt"]["regions"] == 1
+
+    def none(*args: Any, **options: Any) -> None:
+        raise AssertionError("a finished case was run again")
+
+    monkeypatch.setattr(subprocess, "run", none)
+    again = bench(tmp_path, "--cases", "plain", "--json")
+    assert again.exit_code == 0
+    assert json.loads(again.stdout)["verdicts"] == {"ok": 1}
+
+
+def planted(change: Any) -> Any:
+    """An `optimize` whose models are changed before they train."""
+
+    def optimize(model: torch.nn.Module, batch: Any, **options: Any) -> Any:
+        opt = graphopt.optimize(model, batch, **options)
+        change(opt, dict(model.named_parameters()))
+        return opt
+
+    return optimize
+
+
+def test_a_planted_wrong_gradient_is_wrong() -> None:
+    def double(opt: Any, parameters: dict[str, torch.Tensor]) -> None:
+        parameters[max(opt.selected)].register_hook(lambda gradient: gradient * 1.01)
+
+    row = measure(CASES["plain"], planted(double))
+    assert row["verdict"] == "wrong"
+    assert row["graphopt"]["gradient"] == pytest.approx(0.01, rel=1e-3)
+    assert row["graphopt"]["where"] in breadth.why(row)
+
+
+def test_a_gradient_that_was_not_asked_for_is_wrong() -> None:
+    def train_all(opt: Any, parameters: dict[str, torch.Tensor]) -> None:
+        left_out = next(p for n, p in parameters.items() if n not in opt.selected)
+        parameters[max(opt.selected)].register_hook(lambda _: setattr(left_out, "grad", torch.ones_like(left_out)))
+
+    row = measure(CASES["plain"], planted(train_all))
+    assert row["verdict"] == "wrong"
+    assert len(row["graphopt"]["unselected_gradients"]) == 1
+
+
+def test_lost_effects_are_wrong() -> None:
+    case = replace(CASES["plain"], effects=lambda model: 1.0 if hasattr(model, "optimized") else 0.0)
+    row = measure(case, planted(lambda opt, _: setattr(opt._model, "optimized", True)))
+    assert row["verdict"] == "wrong"
+    assert row["graphopt"]["effects"] == "1.0 instead of 0.0"
+
+
+def test_a_refusal_names_its_cause() -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise InputError("not this") from ValueError("the reason")
+
+    row = measure(CASES["plain"], refuse)
+    assert row["verdict"] == "refused"
+    assert "InputError: not this" in breadth.why(row)
+    assert "ValueError: the reason" in breadth.why(row)
+
+
+OURS = {
+    "loss": 0.0, "gradient": 0.0, "unselected_gradients": [], "unknown_gradients": [], "effects": "", "model_runs": 0,
+    "steps_compiled": True, "flops_ratio": 0.69, "counted_ratio": 0.7,
+}  # fmt: skip
+PLAIN = {"ok": True, "gradient": 0.0, "effects": ""}
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({}, "ok"),
+        ({"flops_ratio": 0.71}, "ok, over budget"),
+        ({"counted_ratio": 0.75}, "ok, over budget"),
+        ({"counted_ratio": None}, "ok"),
+        ({"unknown_gradients": ["a"]}, "ok, over budget"),
+        ({"model_runs": 1}, "uncompiled"),
+        ({"steps_compiled": False}, "uncompiled"),
+        ({"loss": 0.1}, "wrong"),
+        ({"gradient": float("nan")}, "wrong"),
+        ({"error": "no"}, "refused"),
+    ],
+)
+def test_verdicts(changed: dict[str, Any], wanted: str) -> None:
+    assert verdict(PLAIN, {**OURS, **changed}) == wanted
+    assert verdict({"ok": False}, {**OURS, **changed}) == "torch.compile fails"
+
+
+def test_compare_ignores_rounding_errors_alone() -> None:
+    def run(*values: float) -> Trained:
+        return Trained([1.0], [{"large": torch.tensor([100.0]), "small": torch.tensor(values)}], [[]])
+
+    assert compare(run(1e-9, 0.0), run(0.0, 0.0))["gradient"] < 1e-6
+    assert compare(run(0.1, 0.0), run(0.1, 0.05))["gradient"] == pytest.approx(0.5)
+    assert compare(run(float("nan"), 0.0), run(0.0, 0.0))["gradient"] == float("inf")
+
+
+def told(stdout: str, returncode: int = 0) -> Any:
+    return lambda *args, **options: SimpleNamespace(stdout=stdout, stderr="killed", returncode=returncode)
+
+
+@pytest.mark.parametrize("phase", ["case fails", "torch.compile fails", "refused"])
+def test_a_process_that_dies_is_a_row(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", told(f"noise\n{PREFIX}{json.dumps(phase)}\n", -9))
+    row = breadth.run_case("plain")
+    assert row["verdict"] == phase
+    assert "-9" in breadth.why(row)
+
+
+def test_a_process_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*args: Any, **options: Any) -> None:
+        raise subprocess.TimeoutExpired("python", 1, output=f'{PREFIX}"refused"\n'.encode())
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    row = breadth.run_case("plain", 1)
+    assert row["verdict"] == "refused"
+    breadth.show({"rows": [row], "verdicts": {"refused": 1}, "torch": "2", "runs": "here"}, Console(file=None, quiet=True))
+    assert breadth.why(row) == "not finished after 1 s"
+
+
+def test_inputs_are_checked_and_a_torn_file_is_mended(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown case nobody"):
+        breadth.run(["nobody"], tmp_path, 1, Console(quiet=True))
+    file = tmp_path / breadth.RESULTS
+    file.write_text('{"case": "plain", "verdict": "ok"}\n{"case": "ra')
+    assert list(breadth.finished(file)) == ["plain"]
+    assert file.read_text().endswith("}\n")
+    file.write_text("[1]\n")
+    with pytest.raises(InputError, match="something else"):
+        breadth.finished(file)
+
+
+def test_there_are_many_cases() -> None:
+    assert len(CASES) >= 110

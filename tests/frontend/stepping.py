@@ -1,0 +1,75 @@
+"""Training steps of an optimised model beside those of a copy in eager mode."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphopt
+
+Call = Callable[[Any, Any, int], Tensor]
+"""From what is called, the model that holds the attributes, and the number of the step to the loss."""
+
+
+def assert_steps_as_in_eager(
+    model: Any,
+    example: Any,
+    call: Call,
+    budget: float | None = None,
+    steps: int = 3,
+    state: Callable[[Any], Any] = lambda model: None,
+    **options: Any,
+) -> graphopt.OptimizedModule:
+    """A few steps of SGD: losses, gradients, buffers and `state` are those of eager mode, and what is not selected has no gradient.
+
+    Args:
+        state: what else the model holds: attributes, gradients of tensors that are no parameters.
+        options: for `graphopt.optimize`.
+    """
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, example, budget, **{"backend": "aot_eager", **options})
+    assert isinstance(opt, graphopt.OptimizedModule)
+    for step in range(steps):
+        losses = []
+        for called, module in ((eager, eager), (opt, model)):
+            module.zero_grad()
+            torch.manual_seed(step)
+            loss = call(called, module, step)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0])
+        assert_gradients(model, eager, None if budget is None else opt.selected)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+        torch.testing.assert_close(state(model), state(eager))
+        for module in (eager, model):
+            descend(module, opt.selected)
+    assert opt.model_runs == 0
+    return opt
+
+
+def assert_gradients(model: nn.Module, eager: nn.Module, selected: frozenset[str] | None = None) -> None:
+    """Gradients are those of eager mode, of what is not selected None."""
+    expected = dict(eager.named_parameters())
+    for name, parameter in model.named_parameters():
+        if selected is not None and name not in selected:
+            assert parameter.grad is None, name
+        else:
+            assert (parameter.grad is None) == (expected[name].grad is None), name
+            torch.testing.assert_close(parameter.grad, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def descend(module: nn.Module, selected: frozenset[str]) -> None:
+    """A step of SGD of the selected parameters."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name in selected and parameter.grad is not None:
+                parameter.sub_(0.05 * parameter.grad)
+
+
+def generated(step: int, *shape: int) -> Tensor:
+    """The same random tensor for the same step."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(100 + step))
