@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from graphopt.errors import (
     TorchVersionError,
     first_line,
 )
-from graphopt.frontend.recording import Recording, record
+from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
@@ -105,8 +106,11 @@ def optimize(
     with _training_mode(model):
         start = time.perf_counter()
         try:
-            graph, recording = _training_graph(model, variants, args, kwargs, fullgraph)
+            trace = functools.partial(variants.captured, args, kwargs)
+            graph, recording = _training_graph(model, trace, args, kwargs, batch_dim, fullgraph)
         except NothingToPlan as nothing:
+            if passes != "auto" and chosen:
+                raise PassError(f"{chosen[0].name} has nothing to work on: {nothing}") from nothing
             logger.warning("%s The model runs as torch.compile has it.", nothing)
             return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
@@ -139,15 +143,22 @@ def optimize(
 
 
 def _training_graph(
-    model: nn.Module, variants: Variants, args: tuple[Any, ...], kwargs: dict[str, Any], fullgraph: bool
+    model: nn.Module,
+    trace: Callable[[], TrainingGraph],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_dim: BatchDim,
+    fullgraph: bool = False,
 ) -> tuple[TrainingGraph, Recording | None]:
     """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what was recorded.
 
+    Args:
+        trace: gives the graph of a model that is one.
     Raises:
         CaptureError: it is not one graph and has to be, or nothing in it can be planned.
     """
     try:
-        return variants.captured(args, kwargs), None
+        return trace(), None
     except (BudgetError, PassError, ImportanceError, TorchVersionError):
         raise
     except Exception as error:
@@ -155,13 +166,20 @@ def _training_graph(
             raise
         reason = first_line(error)
         try:
-            recording = record(model, args, kwargs, variants.batch_dim, reason)
+            recording = record(model, args, kwargs, batch_dim, reason)
         except NothingToPlan as second:
             raise second from error
-        except Exception as second:  # the model's own, most likely: it does not run on this batch
-            logger.debug("the model does not run", exc_info=second)
-            raise error from second
+        except Exception as second:
+            if not runs(model, args, kwargs):
+                raise error from second
+            raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}.") from second
     return recording.graph, recording
+
+
+def _analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
+    """The joint graph of a model that is not held by it."""
+    trace = functools.partial(capture, model, args, kwargs, batch_dim)
+    return replace(_training_graph(model, trace, args, kwargs, batch_dim)[0], state=None)
 
 
 def _is_hopeless(model: nn.Module) -> bool:
@@ -251,7 +269,7 @@ def analyze(
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = replace(capture(model, args, kwargs, batch_dim), state=None)  # the model itself is not held
+        graph = _analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
     device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
     options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}
@@ -327,7 +345,7 @@ def worth(
     """
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = capture(model, args, kwargs, batch_dim)
+        graph = _analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)
     costs = backward_costs(profile)
     rated = rate_tensors((), model, args, kwargs, graph, profile, costs.names, optimizer)
@@ -356,7 +374,7 @@ def pareto(
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = capture(model, args, kwargs, batch_dim)
+        graph = _analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)
     rated = rate_tensors((), model, args, kwargs, graph, profile, profile.order)
     limit = MemoryLimit(0, backend, optimizer)

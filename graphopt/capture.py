@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import sympy
 import torch
 from torch import Tensor, nn
@@ -26,6 +29,9 @@ from graphopt.graph import Parameter, TrainingGraph, from_export
 from graphopt.normalise import normalise
 
 _PREFIX = "model."
+
+TRACING = threading.RLock()
+"""torch traces in one thread at a time: it patches modules while it does."""
 
 _CACHE = "use_cache"
 """Flag of a configuration; see `no_generation_cache`."""
@@ -55,7 +61,6 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     batch_dim: BatchDim = 0,
-    straight_line: bool = False,
     known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """Trace one training step's forward and backward of `model(*args, **kwargs)`.
@@ -64,7 +69,6 @@ def capture(
         model: in the mode (train or eval, per module) that is to be captured; real, fake or meta tensors.
         args, kwargs: example arguments; tensors of any batch size.
         batch_dim: see `BatchDim`.
-        straight_line: the model is a graph already, with no Python control flow for Dynamo to look into.
         known: graphs of such calls while the model's Python state was another: if it makes no difference, one of them is returned
             with the state of now.
     Returns:
@@ -74,7 +78,18 @@ def capture(
         CaptureError: no trainable parameter, no differentiable output, or Python that cannot be one graph.
     """
     compat.require_supported_torch()
-    inputs = flatten_call(args, kwargs or {})
+    with TRACING:
+        return _capture(model, args, kwargs or {}, batch_dim, known)
+
+
+def _capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch_dim: BatchDim,
+    known: Sequence[TrainingGraph],
+) -> TrainingGraph:
+    inputs = flatten_call(args, kwargs)
     dims = batch_dims_of(inputs, batch_dim)
     batch_size = batch_size_of(inputs, dims)
     if not any(p.requires_grad for p in model.parameters()):
@@ -84,16 +99,16 @@ def capture(
     model, tensors = _without_storage(model, inputs.tensors)
     with unchanged_rng(tensors), no_generation_cache(model):
         if batch_size is None:
-            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", straight_line, known)
+            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", known)
         if batch_size == 0:
             raise InputError("the batch is empty: pass at least one sample.")
         reason = ""
         for repeats in _repeats(model, tensors, dims, batch_size):
             try:
-                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None, False, known)
+                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None, known)
             except compat.BatchSpecialised as error:
                 reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
-        return _trace(model, inputs, tensors, dims, batch_size, reason, False, known)
+        return _trace(model, inputs, tensors, dims, batch_size, reason, known)
 
 
 def capture_to_run(
@@ -101,14 +116,13 @@ def capture_to_run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     batch_dim: BatchDim = 0,
-    straight_line: bool = False,
     known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """`capture`, but always a graph that can run the batch at hand.
 
     torch traces a symbolic batch as "2 or more", because a size of 1 broadcasts: a batch of 1 gets a static graph.
     """
-    graph = capture(model, args, kwargs, batch_dim, straight_line, known)
+    graph = capture(model, args, kwargs, batch_dim, known)
     inputs = flatten_call(args, kwargs)
     batch_size = batch_size_of(inputs, graph.batch_dims)
     if batch_size is None or graph.accepts(batch_size):
@@ -124,7 +138,6 @@ def _trace(
     dims: Sequence[int | None],
     batch_size: int,
     static_reason: str | None,
-    straight_line: bool = False,
     known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """One attempt: a symbolic batch if `static_reason` is None, else a static graph."""
@@ -134,7 +147,7 @@ def _trace(
             if dim is not None:
                 compat.mark_batch_symbolic(tensor, dim)
     call = Call(model, inputs)
-    traced, state = (call, None) if straight_line else compat.dynamo_capture(call, tensors, _CACHE)
+    traced, state = compat.dynamo_capture(call, tensors, _CACHE)
     for other in known:
         if state is not None and other.state is not None and state.same_trace(other.state):
             return replace(other, state=state)
@@ -144,7 +157,7 @@ def _trace(
         except (RuntimeError, TypeError) as error:
             if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error
-            unhashable = not straight_line and "unhashable type" in str(error)  # torch 2.11; of traced code it can be no other's
+            unhashable = "unhashable type" in str(error)  # torch 2.11
             if "register a pytree" in str(error) or unhashable:
                 kind = str(error).split("'")[1] if "'" in str(error) else "object"
                 raise CaptureError(
@@ -307,6 +320,18 @@ def unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
     devices = sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda" and torch.cuda.is_available()})
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextlib.contextmanager
+def unchanged_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Leave every random stream as it was, Python's and numpy's, too."""
+    own, shared = random.getstate(), numpy.random.get_state()
+    try:
+        with unchanged_rng(tensors):
+            yield
+    finally:
+        random.setstate(own)
+        numpy.random.set_state(shared)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.breadth_run import Case, Made
+from graphopt.bench.breadth_run import BUDGET, Case, Made
 from graphopt.bench.breadth_text import DECODERS, ENCODERS
 from graphopt.bench.breadth_transformers import SEQUENCES
 
@@ -108,8 +108,11 @@ def quantised_llama(**options: Any) -> Callable[[], Made]:
 
 LYCORIS: dict[str, Any] = {"r": 4, "alpha": 8}
 
+BELOW = ("trainable-tokens", "prefix-tuning", "prefix-tuning-bert", "prompt-tuning", "p-tuning")
+"""Methods that train only what comes before the first layer: every step is as expensive as any other."""
+
 ADAPTERS: dict[str, Case] = {
-    name: Case(make, GROUP)
+    name: Case(make, GROUP, budget=1.0 if name in BELOW else BUDGET)
     for name, make in {
         "lora-bert": adapted("bert", "LoraConfig", r=4),
         "lora-llama": adapted("llama", "LoraConfig", r=4),

@@ -52,11 +52,8 @@ from graphopt.compat.joint import (
     OutputDesc as OutputDesc,
     describe_joint as describe_joint,
     dynamo_capture as dynamo_capture,
-    dynamo_example as dynamo_example,
-    dynamo_source as dynamo_source,
     export_joint as export_joint,
     mark_batch_symbolic as mark_batch_symbolic,
-    no_dynamo as no_dynamo,
 )
 from graphopt.compat.python_state import PythonState as PythonState
 from graphopt.compat.recompute import (

@@ -108,6 +108,13 @@ def source_of(node: fx.Node) -> str:
     return name() if callable(name) else name
 
 
+def graph_breaks() -> int:
+    """How often Dynamo has broken a graph so far, in this process."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
 def traced_size(value: torch.SymInt, symbol: sympy.Symbol) -> int | None:
     """What a symbol of a size was when the graph was traced; None where it depends on data."""
     environment = value.node.shape_env
@@ -195,7 +202,7 @@ def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.Gra
         raise _Traced
 
     with contextlib.suppress(_Traced), open_recurrent_layers():
-        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split)
+        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
         backend(module, list(examples))
     if not found:
         raise CaptureError("it has no backward")
@@ -219,7 +226,7 @@ def _without_inductor(
         return forward, backward
 
     half = _boxed if compiler == "aot_eager" else _custom(compiler)  # type: ignore[arg-type]
-    backend = aot_autograd(fw_compiler=half, bw_compiler=half, partition_fn=split)
+    backend = aot_autograd(fw_compiler=half, bw_compiler=half, partition_fn=split, keep_inference_input_mutations=True)
     return backend(module, list(examples))
 
 

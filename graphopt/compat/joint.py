@@ -191,26 +191,6 @@ def _explain_graph_break(error: Exception) -> str:
     return f"the model cannot be captured as one graph{where}. Reason: {reason}. Remedy: {remedy}."
 
 
-def no_dynamo() -> contextlib.AbstractContextManager[Any]:
-    """Inside a backend of torch.compile: start anew, as if no compilation were under way."""
-    return torch._guards.tracing(None)
-
-
-def dynamo_example(node: fx.Node) -> Any:
-    """The real value that Dynamo traced a placeholder with, or None."""
-    argument = node.meta.get("grapharg")
-    return None if argument is None else argument.example
-
-
-def dynamo_source(node: fx.Node) -> str:
-    """Where in the user's program Dynamo found a placeholder's value."""
-    argument = node.meta.get("grapharg")
-    if argument is None:
-        return ""
-    name = argument.source.name
-    return name() if callable(name) else name
-
-
 def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Tensor]) -> JointExport:
     """Trace forward and backward of `module(*args)` to one ATen graph.
 

@@ -7,7 +7,6 @@ After the check nothing of the model has changed, whatever forward does.
 from __future__ import annotations
 
 import contextlib
-import copy
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from graphopt.compat.dynamo import cause_of
 from graphopt.compat.inductor import eager_draws
 from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
 from graphopt.errors import first_line
+from graphopt.frontend.recording import twin
 from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
@@ -51,7 +51,7 @@ def first_difference(
         backend, batch_dim, parts: see `Running`.
     """
     try:
-        eager, ours = _twin(model), _twin(model)
+        eager, ours = twin(model), twin(model)
     except Exception as error:
         return f"the model cannot be copied, so that nothing can be compared ({first_line(error)})"
     planned = [p.name for p in graph.parameters]
@@ -80,11 +80,6 @@ def first_difference(
         if agreement.difference:
             return agreement.difference
     return wrong
-
-
-def _twin(model: nn.Module) -> nn.Module:
-    aliases: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, aliases)
 
 
 def _step(

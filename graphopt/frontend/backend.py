@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx, nn
 
-from graphopt.compat import InputDesc, OutputDesc, observed_by, pytree
+from graphopt.compat import InputDesc, OutputDesc, observed_by
 from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import first_line
 from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph
-from graphopt.graph import TrainingGraph, remove_dead_nodes
+from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
@@ -114,9 +114,9 @@ class PlanBackend:
         run = self._compile(module, examples, found, host)
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
-        cut = frozenset(p.name for p in region.parameters if not self._trains(p.name, host.planned()))
-        others = tuple(i for i, name in enumerate(region.names) if name not in cut)
-        return _Made(found, run, others if cut else None)
+        trained = [p.name for p in region.parameters if p.trainable and self._trains(p.name, host.planned())]
+        cuts = any(p.trainable for p in region.parameters if p.name not in trained)
+        return _Made(found, run, _sources(found, trained) if cuts else ())
 
     def _trains(self, name: str, planned: Collection[str]) -> bool:
         return self.plan.train is None or name in self.plan.train or name not in planned
@@ -191,12 +191,35 @@ class _Made:
 
     Attributes:
         run: what computes it.
-        others: its inputs but for the parameters whose gradient is cut; None where none is cut.
+        sources: by output that reads no parameter that is trained, the inputs that it reads.
     """
 
     region: CompiledRegion
     run: Callable[..., Any]
-    others: tuple[int, ...] | None
+    sources: Sequence[tuple[int, tuple[int, ...]]]
+
+
+def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
+    """See `_Made.sources`."""
+    graph = made.graph
+    if graph is None:
+        return []
+    positions: dict[fx.Node, int] = {}
+    kept: set[fx.Node] = set()
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.target in trained:
+            kept.add(node)
+        elif desc.kind == "input" and isinstance(desc.target, int):
+            positions[node] = desc.target
+        elif desc.target not in made.region.names:  # something of torch's own
+            kept.add(node)
+    found = []
+    for made_by, result in zip(graph.outputs, graph.results, strict=True):
+        if made_by.kind == "output" and isinstance(made_by.target, int) and isinstance(result, fx.Node):
+            read = ancestors([result])
+            if not read & kept:
+                found.append((made_by.target, tuple(positions[node] for node in read if node in positions)))
+    return found
 
 
 class _Regions:
@@ -227,10 +250,14 @@ class _Regions:
                 outputs = made.run(*args)
         else:
             outputs = made.run(*args)
-        if made.others is None or any(isinstance(args[i], Tensor) and args[i].requires_grad for i in made.others):
+        if not made.sources:
             return outputs
-        # Nothing is trained up to here: what comes after need not pass a gradient on.
-        return pytree.tree_map_only(Tensor, _without_history, outputs)
+        outputs = list(outputs)
+        for i, read in made.sources:  # where nothing is trained up to here, what comes after need not pass a gradient on
+            value = outputs[i]
+            if value.grad_fn is not None and not any(isinstance(args[k], Tensor) and args[k].requires_grad for k in read):
+                outputs[i] = value.detach()
+        return tuple(outputs)
 
     def _other(self, args: tuple[Any, ...]) -> _Made:
         """The region for other parameters than those that are known."""
@@ -246,7 +273,3 @@ class _Regions:
         if key == region.names:
             self._known[tuple([id(args[i]) for i in self._held])] = made
         return made
-
-
-def _without_history(tensor: Tensor) -> Tensor:
-    return tensor if tensor.grad_fn is None else tensor.detach()

@@ -3,7 +3,7 @@
 A model returns its loss and its logits; training differentiates the loss alone. AOTAutograd would make a tensor of zeros for the
 gradient of the logits, and give zeros to parameters that only the logits depend on, where eager mode leaves None. So what is
 compiled differentiates the first output alone, if that is a scalar. Whoever differentiates another has the step run again for
-it, once; later steps are compiled for both.
+it, once; later steps are compiled for what was asked for.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphopt.compat import pytree
+from graphopt.errors import GraphoptError
 
 Rerun = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor | None]]
 """From positions among the outputs' leaves, and their gradients, to the gradients of the anchors; see `reattached`."""
@@ -59,6 +60,11 @@ class _Reattached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if torch.is_grad_enabled():
+            raise GraphoptError(
+                "gradients of gradients (create_graph=True) cannot be computed through an optimised step: compute what needs "
+                "them, such as a gradient penalty, with the model itself."
+            )
         assert ctx.saved_tensors is not None
         present = [(i, g) for i, g in zip(ctx.positions, gradients, strict=True) if g is not None]
         found = ctx.rerun([i for i, _ in present], [g for _, g in present]) if present else [None] * len(ctx.saved_tensors)

@@ -1,6 +1,6 @@
 """Recording: the joint graph of every region of a model that is not one graph, from one run, and all of them as one graph.
 
-The model runs once, forward alone, on a copy of its Python state that shares the parameters. Whatever a region returns and a
+The model runs once, forward alone, on a copy of its Python state that shares the weights. Whatever a region returns and a
 later one takes is the same tensor; by that the joint graphs are joined, forwards in order and backwards in reverse, so that
 analyses and planner see one training step.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import no_generation_cache, unchanged_rng
+from graphopt.capture import TRACING, no_generation_cache, unchanged_draws
 from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import compiled_by, differentiates, is_restart, joint_graph, statically
 from graphopt.compat.graph_modules import copied, graph_module
@@ -68,6 +68,11 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
     Raises:
         NothingToPlan: no part of it has a joint graph.
     """
+    with TRACING:
+        return _record(model, args, kwargs, batch_dim, reason)
+
+
+def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, reason: str) -> Recording:
     inputs = flatten_call(args, kwargs)
     regions: list[RecordedRegion] = []
     unplanned: list[str] = []
@@ -96,7 +101,8 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
 
         return run
 
-    with unchanged_rng(inputs.tensors), no_generation_cache(running), statically(), torch.enable_grad():
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
+    with unchanged_draws(inputs.tensors), no_generation_cache(running), statically(), torch.enable_grad():
         output = compiled_by(lambda *a, **k: running(*a, **k), backend, False)(*args, **kwargs)
     returned = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     planned = [region for region in regions if region.graph is not None]
@@ -113,11 +119,31 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
     return Recording(joined, tuple(dict.fromkeys(unplanned)))
 
 
-def _without_side_effects(model: nn.Module) -> nn.Module:
-    """A copy of a model's Python state and buffers, with the model's own parameters; the model itself where it has no copy."""
-    shared: dict[int, Any] = {id(p): p for p in model.parameters()}
+def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model runs on these inputs in eager mode."""
+    inputs = flatten_call(args, kwargs).tensors
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
     try:
-        return copy.deepcopy(model, shared)
+        with unchanged_draws(inputs), torch.no_grad():
+            _without_side_effects(model)(*args, **kwargs)
+    except Exception as error:
+        logger.debug("the model does not run", exc_info=error)
+        return False
+    return True
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of a model's Python state and buffers on aliases of its parameters; parameters of other classes are copied."""
+    plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+    aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
+    copied_model: nn.Module = copy.deepcopy(model, aliases)
+    return copied_model
+
+
+def _without_side_effects(model: nn.Module) -> nn.Module:
+    """A copy of a model's Python state and buffers, on aliases of its parameters; the model itself where it has no copy."""
+    try:
+        return twin(model)
     except Exception as error:
         logger.info("a model that cannot be copied is run once (%s)", first_line(error))
         return model

@@ -65,7 +65,8 @@ def region_of(placeholders: Sequence[fx.Node], values: Sequence[Any], names: Map
         own = names.get(id(tensor), ())
         name = own[0] if own else None
         if name is None and isinstance(tensor, nn.Parameter):
-            name = _place(source_of(node)) or node.name
+            place = _place(source_of(node)) or node.name
+            name = node.name if place in found or any(place in taken for taken in names.values()) else place
         found.append(name)
         if name is not None and isinstance(tensor, nn.Parameter):
             parameters.append(Parameter(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(own[1:])))

@@ -19,7 +19,7 @@ from graphopt import compat
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import caching_configs
 from graphopt.compat import pytree
-from graphopt.compat.dynamo import Settings, cause_of, compiled_by
+from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks
 from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend
 from graphopt.frontend.outputs import detached, reattached
@@ -33,6 +33,11 @@ from graphopt.runtime.counters import Counters
 from graphopt.runtime.draws import draws
 
 _models = itertools.count()
+
+_CHANGED = (
+    "an output of the model beside the loss was differentiated, for which the step was to run again, but its inputs or attributes "
+    "are no longer what they were: forward() changes them. Repeat the step; later ones are prepared for it."
+)
 
 PLANS = 16
 """Plans whose compiled graphs are kept."""
@@ -142,11 +147,10 @@ class Running:
         self._ran: list[CompiledRegion] = []
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._configs = caching_configs(model)
+        self._broken = parts
+        self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
         self._differentiated = None if parts else frozenset({0})
-
-    def __deepcopy__(self, memo: Any) -> None:
-        """Compiled code belongs to one model: a copy of the model compiles its own."""
 
     def __call__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, compiled under `plan`.
@@ -156,6 +160,8 @@ class Running:
         """
         start = time.perf_counter()
         before = torch.get_rng_state() if self._differentiated is not None else None
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        versions = [t._version for t in inputs]
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         self._check_all_planned(plan)
         self.step = self._as_step(plan)
@@ -163,15 +169,18 @@ class Running:
             _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
         if not positions:
             return output
-        tensors = (*self.model.parameters(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)))
-        anchors = [t for t in tensors if t.requires_grad]
+        anchors = [t for t in (*self.model.parameters(), *inputs) if t.requires_grad]
         leaves = pytree.tree_leaves(output)
         seen = {i: leaves[i] for i in positions}
 
         def rerun(wanted: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
+            if versions != [t._version for t in inputs]:
+                self._asked = self._differentiated = frozenset(range(len(leaves)))
+                raise GraphoptError(_CHANGED)
             with self._as_before(before):
                 again, _ = self._run(plan, frozenset(wanted), args, kwargs)
-            self._differentiated = (self._differentiated or frozenset()) | frozenset(wanted)
+            more = frozenset() if self._asked is None else self._asked
+            self._asked = self._differentiated = more | frozenset(wanted)
             found = pytree.tree_leaves(again)
             self._check_same([(found[i], seen[i]) for i in wanted])
             return torch.autograd.grad([found[i] for i in wanted], anchors, gradients, allow_unused=True)
@@ -187,9 +196,11 @@ class Running:
         if run is None:
             run = self._compiled.put(key, self._under(plan, differentiated))
         self._ran, self._call = [], (args, kwargs)
+        breaks = graph_breaks()
         try:
             with self._prepared(), Settings():
                 found: tuple[Any, tuple[int, ...]] = run(*args, **kwargs)
+                self._broken = self._broken or graph_breaks() != breaks
                 return found
         except Exception as error:
             cause = cause_of(error)
@@ -201,8 +212,9 @@ class Running:
 
     @contextlib.contextmanager
     def _as_before(self, draws: Tensor | None) -> Iterator[None]:
-        """A step runs again: the same random numbers of the CPU, and neither those nor buffers change any further."""
+        """A step runs again: with the same random numbers of the CPU, and without a trace in them, buffers and attributes."""
         buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        attributes = [(vars(module), dict(vars(module))) for module in self.model.modules()]
         now = torch.get_rng_state()
         try:
             if draws is not None:
@@ -211,6 +223,9 @@ class Running:
                 yield
         finally:
             torch.set_rng_state(now)
+            for held, values in attributes:
+                held.clear()
+                held.update(values)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
@@ -222,10 +237,7 @@ class Running:
         if any(draws(node) for region in self._ran if region.graph is not None for node in region.graph.graph.nodes):
             self.note("an output beside the loss was differentiated; in this first step its dropout was drawn again")
             return
-        raise GraphoptError(
-            "an output of the model beside the loss was differentiated, for which the step was to run again, but forward() now "
-            "returns something else: it changes its inputs or attributes. Repeat the step; later ones are prepared for it."
-        )
+        raise GraphoptError(_CHANGED)
 
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
@@ -270,7 +282,8 @@ class Running:
                 "changes from step to step. TORCH_LOGS=recompiles says what"
             )
         seen = {p.name for region in self._ran for p in region.region.parameters}
-        if plan.train is not None and not {n for n, p in self.model.named_parameters() if p.requires_grad} <= seen | plan.train:
+        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if plan.train is not None and (self._broken or not trainable & self._planned <= seen | plan.train):
             self.drop_unselected()
 
     def _as_step(self, plan: Plan) -> RegionStep | None:

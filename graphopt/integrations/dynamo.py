@@ -1,31 +1,33 @@
 """`torch.compile(model, backend="graphopt", options={"budget": 0.5})`.
 
-Dynamo hands over each graph of the model with its parameters as inputs. They are put back into a module, which goes through
-the same pipeline as `graphopt.optimize`, once for every combination of input shapes that comes.
+Dynamo hands over one graph after the other; each is planned by itself, when it comes, and then compiled as `graphopt.optimize`
+has its graphs compiled. So every graph keeps to the budget, where `optimize` plans them together.
 """
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphopt import compat
 from graphopt.budget import Budget
-from graphopt.errors import CaptureError, GraphoptError, PassError
+from graphopt.compat.dynamo import differentiates, example_of, joint_graph
+from graphopt.compat.graph_modules import copied, graph_module
+from graphopt.errors import GraphoptError, PassError
+from graphopt.frontend.backend import CompiledRegion, PlanBackend
+from graphopt.frontend.region import Region, region_of, training_graph
 from graphopt.lower import check_backend
-from graphopt.passes import Preserves
+from graphopt.passes import Pass, Preserves
 from graphopt.planner.contraction import merge_errors
+from graphopt.planner.joint_plan import Means, within_memory
+from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
-from graphopt.runtime.bounded_cache import BoundedCache
+from graphopt.planner.rating import measures_gradients
 from graphopt.runtime.disabled import switched_off
-from graphopt.runtime.variants import STEP_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -50,94 +52,102 @@ def graphopt_backend(
     budget = Budget.of(settings["budget"])
     if switched_off():
         return module
-    passes = resolve_passes(settings["passes"], budget)
-    for rewrite in passes:
-        if rewrite.preserves is Preserves.PROJECTED:
-            raise PassError(
-                f"{rewrite.name} needs an optimizer that steps compressed gradients, which torch.compile cannot hand out: use "
-                "graphopt.optimize() and opt.make_optimizer()."
-            )
+    passes = _usable(resolve_passes(settings["passes"], budget), settings["passes"] == "auto")
     check_backend(settings["backend"])
-    region = _Region(module)
-    steps: BoundedCache[Any, Callable[..., Any]] = BoundedCache(STEP_LIMIT)
-
-    def run(*inputs: Any) -> Any:
-        parameters, arguments = region.bind(inputs)
-        if not (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
-            return module(*inputs)
-        key = tuple((a.shape, a.dtype, a.requires_grad) if isinstance(a, torch.Tensor) else a for a in arguments)
-        step = steps.get((key, tuple(p.requires_grad for p in parameters)))
-        if step is None:
-            try:
-                with compat.no_dynamo():
-                    step = region.compile_for(arguments, budget, passes, settings["backend"])
-            except CaptureError as error:
-                logger.warning("a part of the model runs uncompiled: %s", error)
-                step = region
-            steps.put((key, tuple(p.requires_grad for p in parameters)), step)
-        return step(*arguments)
-
-    return run
+    placeholders = module.graph.find_nodes(op="placeholder")
+    tensors = [example_of(node) for node in placeholders]
+    region = region_of(placeholders, tensors, {})
+    plan = Plan(budget, passes)
+    if passes and differentiates(module):
+        trained = {name: tensor for name, tensor in zip(region.names, tensors, strict=True) if name in region.trainable}
+        plan = _planned(plan, region, module, example_inputs, trained, settings["backend"])
+    host = _Host(region)
+    return PlanBackend(plan, lambda: host, settings["backend"])(module, example_inputs)
 
 
-class _Region(nn.Module):
-    """A Dynamo graph whose parameters are module parameters again."""
+def _usable(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
+    """The passes that need nothing but a graph.
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    Raises:
+        PassError: the caller has named another.
+    """
+    if measures_gradients(passes):
+        raise PassError("greentrainer's own rule takes a batch's gradients, which torch.compile does not show: use optimize().")
+    inexact = [p for p in passes if p.preserves is not Preserves.EXACT]
+    if inexact and not auto:
+        needs = "an optimizer that steps compressed gradients" if inexact[0].preserves is Preserves.PROJECTED else "a controller"
+        raise PassError(
+            f"{inexact[0].name} needs {needs}, which torch.compile cannot hand out: use graphopt.optimize()"
+            + (" and opt.make_optimizer()." if inexact[0].preserves is Preserves.PROJECTED else ".")
+        )
+    return tuple(p for p in passes if p not in inexact)
+
+
+def _planned(
+    plan: Plan, region: Region, module: fx.GraphModule, examples: Sequence[Any], trained: Mapping[str, Any], backend: Any
+) -> Plan:
+    """The plan for a graph; Dynamo asks anew for other shapes, which then train the same tensors."""
+    joint, num_forward = joint_graph(graph_module(module, copied(module.graph)), examples)
+    graph = training_graph(region, joint, num_forward)
+    budget, held = plan.budget, _Parameters(trained)
+    known = {name: _TRAINED.get(tensor) for name, tensor in trained.items()}
+    if all(entry is not None and entry[0] == budget for entry in known.values()):
+        names = frozenset(name for name, entry in known.items() if entry and entry[1])
+        imprecise = merge_errors(graph, dict(trained))
+        plan = Plan(budget, plan.passes, names, imprecise=imprecise, memory=MemoryLimit.of(budget, backend))
+        plan = within_memory(plan, graph, Means())
+    else:
+        plan = make_plan(held, (), {}, graph, budget, plan.passes, None, None, backend)
+    for name, tensor in trained.items():
+        _TRAINED[tensor] = (budget, plan.train is None or name in plan.train)
+    return plan
+
+
+class _Parameters(nn.Module):
+    """The parameters of a graph, by name."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
         super().__init__()
-        self.names: list[str | None] = []
-        for node in module.graph.find_nodes(op="placeholder"):
-            example = compat.dynamo_example(node)
-            self.names.append(
-                _parameter_name(compat.dynamo_source(node), node.name) if isinstance(example, nn.Parameter) else None
-            )
-        self.positions = {name: i for i, name in enumerate(self.names) if name is not None}
-        self.__dict__["module"] = module
+        self.__dict__["held"] = dict(parameters)
 
-    def bind(self, inputs: tuple[Any, ...]) -> tuple[list[nn.Parameter], tuple[Any, ...]]:
-        """Split the graph's inputs into parameters (which become the module's own) and the rest."""
-        parameters = []
-        for name, value in zip(self.names, inputs, strict=True):
-            if name is not None:
-                self._parameters[name.replace(".", "/")] = value
-                parameters.append(value)
-        return parameters, tuple(v for name, v in zip(self.names, inputs, strict=True) if name is None)
-
-    def forward(self, *arguments: Any) -> Any:
-        rest = iter(arguments)
-        flat = [next(rest) if name is None else self._parameters[name.replace(".", "/")] for name in self.names]
-        return self.__dict__["module"](*flat)
-
-    def compile_for(self, arguments: tuple[Any, ...], budget: Budget, passes: Any, backend: Any) -> Callable[..., Any]:
-        """Plan and compile for these argument shapes."""
-        from graphopt.planner.joint_plan import Means, within_memory
-        from graphopt.planner.make_plan import make_plan
-        from graphopt.runtime.variants import Variants
-
-        variants = Variants(self, None, backend, straight_line=True)
-        graph = variants.captured(arguments, {})
-        parameters = dict(self.named_parameters())
-        known = {name: _TRAINED.get(p) for name, p in parameters.items() if p.requires_grad}
-        if all(entry is not None and entry[0] == budget for entry in known.values()):
-            # Dynamo asks anew for other shapes: they train the same tensors.
-            trained = frozenset(name for name, entry in known.items() if entry and entry[1])
-            plan = Plan(
-                budget, passes, trained, imprecise=merge_errors(graph, parameters), memory=MemoryLimit.of(budget, backend)
-            )
-            plan = within_memory(plan, graph, Means())
-        else:
-            plan = make_plan(self, arguments, {}, graph, budget, passes, None, None, backend)
-        for name in known:
-            _TRAINED[parameters[name]] = (budget, plan.train is None or name in plan.train)
-
-        def step(*values: Any) -> Any:
-            compiled, inputs = variants.step(plan, values, {})
-            return compiled(dict(self.named_parameters()), inputs)
-
-        return step
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
+        """As a module's."""
+        return iter(self.__dict__["held"].items())
 
 
-def _parameter_name(source: str, fallback: str) -> str:
-    """`L['self']._modules['fc']._parameters['weight']` is `fc.weight`."""
-    parts = re.findall(r"\['([^']+)'\]", source)
-    return ".".join(parts[1:]) or fallback
+class _Host:
+    """What a `PlanBackend` needs to know of a graph that is planned by itself; see `Host`."""
+
+    modes: Sequence[Any] = ()
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def names(self) -> Mapping[int, Sequence[str]]:
+        """Tensors are named by where Dynamo found them."""
+        return {}
+
+    def planned(self) -> Collection[str]:
+        """All."""
+        return self.region.trainable
+
+    def batch_size(self) -> int:
+        """Unknown."""
+        return 1
+
+    def check(self, plan: Plan) -> None:
+        """Whatever is frozen is guarded by Dynamo."""
+
+    def compiled(self, region: CompiledRegion) -> None:
+        """Not counted."""
+
+    def ran(self, region: CompiledRegion) -> None:
+        """Not counted."""
+
+    def drop_unselected(self) -> None:
+        """The graph is compiled as torch.compile has it, and trains everything."""
+        logger.warning("a graph that could not be rewritten trains everything that is in it")
+
+    def note(self, text: str) -> None:
+        """Warn."""
+        logger.warning("%s", text)

@@ -19,7 +19,7 @@ from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.flops_limit import FlopsLimit, check_given
 from graphopt.planner.importance import Importance
-from graphopt.planner.joint_plan import Means, default_compression, within_memory
+from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan
 from graphopt.planner.rating import rate_tensors
@@ -61,9 +61,8 @@ def make_plan(
         profile = flop_profile(graph)
         return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss)
 
-    # An optimizer that exists steps whole tensors: gradients are compressed only where `opt.make_optimizer` is still to come.
-    compress = default_compression(graph, budget.flops is not None) if auto and optimizer is None else None
-    plan = within_memory(plan, graph, Means(freeze, compress), rate)
+    # Gradients are compressed only where the caller has named the pass: they need an optimizer of their own.
+    plan = within_memory(plan, graph, Means(freeze), rate)
     if plan.selection is None and any(isinstance(p, Vcas) and p.jointly for p in plan.passes):
         plan = replace(plan, not_needed={**plan.not_needed, Vcas.name: "everything is trained within the FLOPs"})
     return plan

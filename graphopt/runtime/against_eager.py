@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from graphopt import compat
 from graphopt.calls import flatten_call
-from graphopt.capture import no_generation_cache, unchanged_rng
+from graphopt.capture import no_generation_cache, unchanged_draws
 from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
 from graphopt.errors import first_line
@@ -123,15 +123,10 @@ class _Reseeded(compat.DispatchMode):
 @contextlib.contextmanager
 def same_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Runs inside draw the same random numbers; every stream is afterwards as it was."""
-    own, shared = random.getstate(), numpy.random.get_state()
-    try:
-        with unchanged_rng(tensors), _Reseeded(tensors):
-            random.seed(0)
-            numpy.random.seed(0)
-            yield
-    finally:
-        random.setstate(own)
-        numpy.random.set_state(shared)
+    with unchanged_draws(tensors), _Reseeded(tensors):
+        random.seed(0)
+        numpy.random.seed(0)
+        yield
 
 
 def _run_eager(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from graphopt import compat
-from graphopt.calls import FlatInputs
-from graphopt.errors import first_line
+from graphopt.calls import FlatInputs, batch_size_of
+from graphopt.errors import InputError, first_line
 from graphopt.frontend.running import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.runtime.compiled_step import CompiledStep
@@ -39,7 +39,7 @@ class MemoryWatch:
         self._seen.add(shapes)
         if _no_larger(shapes, _input_shapes(planned)):
             return None
-        plan, size = step.plan.without_sampling(), step.graph.batch_size
+        plan, size = step.plan.without_sampling(), _batch_size(inputs, planned) or step.graph.batch_size
         try:
             graph = captured()
             with compat.unobserved():
@@ -54,6 +54,14 @@ class MemoryWatch:
             f"a step of inputs {given} needs {peak:,} bytes where memory={limit.peak_bytes:,}, because the plan was made for a "
             "smaller example: give optimize() the largest batch, or use smaller ones"
         )
+
+
+def _batch_size(inputs: FlatInputs, planned: TrainingGraph) -> int | None:
+    """Samples in a call; None where its inputs are not those that the plan was made on."""
+    try:
+        return batch_size_of(inputs, planned.batch_dims)
+    except (InputError, ValueError, IndexError):
+        return None
 
 
 def _input_shapes(graph: TrainingGraph) -> list[tuple[int, ...]]:

@@ -104,6 +104,10 @@ class OptimizedModule(nn.Module):
         self.__dict__["_memory"] = MemoryWatch()
         self.__dict__["controllers"] = Controllers()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without compiled code: a copy compiles its own."""
+        return {**self.__dict__, "_running": None, "_last_step": None}
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -301,8 +305,8 @@ class OptimizedModule(nn.Module):
         return self._plan.train is not None
 
     def selects_tensor(self, name: str) -> bool:
-        """Whether parameter `name` is among those that the plan trains."""
-        return self._plan.train is None or name in self._plan.train
+        """Whether parameter `name` is trained: the plan says so, or knows nothing of what torch.compile traces no use of."""
+        return self._plan.train is None or name in self._plan.train or all(p.name != name for p in self._graph.parameters)
 
     @property
     def graph(self) -> TrainingGraph:

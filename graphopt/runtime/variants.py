@@ -65,12 +65,11 @@ class _Captured:
 class Variants:
     """Finds or makes the compiled step for a call of `model`."""
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend, straight_line: bool = False) -> None:
-        """See `graphopt.optimize`, and `capture` for `straight_line`."""
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend) -> None:
+        """See `graphopt.optimize`."""
         self.model = model
         self.batch_dim = batch_dim
         self.backend = backend
-        self.straight_line = straight_line
         self.counters = Counters()
         self.uniforms = Uniforms()
         self._captures: BoundedCache[Any, tuple[_Captured, ...]] = BoundedCache(CAPTURE_LIMIT)
@@ -220,7 +219,7 @@ class Variants:
         before = self._outdated(signature, batch_size)
         start = time.perf_counter()
         outdated = [captured.graph for _, captured in before]
-        graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.straight_line, outdated)
+        graph = capture_to_run(self.model, args, kwargs, self.batch_dim, outdated)
         self.counters.capture_seconds += time.perf_counter() - start
         same = next(((place, captured.number) for place, captured in before if captured.graph.module is graph.module), None)
         self.counters.captures += same is None

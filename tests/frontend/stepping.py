@@ -24,7 +24,7 @@ def assert_steps_as_in_eager(
     state: Callable[[Any], Any] = lambda model: None,
     **options: Any,
 ) -> graphopt.OptimizedModule:
-    """A few steps of SGD: losses, gradients, buffers and `state` are those of eager mode, and what is not selected has no gradient.
+    """A few steps of SGD: losses, gradients, buffers and `state` as in eager mode; no gradient of what is not selected.
 
     Args:
         state: what else the model holds: attributes, gradients of tensors that are no parameters.

@@ -40,7 +40,7 @@ PLACES = {
     "compiling": ("could not be compiled under the plan", "graphopt.frontend.backend.compile_joint"),
     "anything": ("could not be compiled", "graphopt.frontend.backend.compile_plainly"),
 }
-"""What can fail where a plan only rewrites graphs, what is then told, and where it happens; "anything" fails after "compiling"."""
+"""What can fail under a plan that only rewrites graphs: what is then told, and where; "anything" fails after "compiling"."""
 
 
 @dataclass
@@ -125,10 +125,8 @@ def test_a_batch_size_whose_sampling_cannot_be_compiled_runs_exactly_and_is_not_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, inputs, opt = mlp(passes=[Vcas(keep_rows=0.5)])
-    failed, few = (
-        fail_to_lower(monkeypatch, lambda g: g.batch_size == 3, RuntimeError("no room\nfor details")),
-        zoo.rows(inputs, 3),
-    )
+    failed = fail_to_lower(monkeypatch, lambda g: g.batch_size == 3, RuntimeError("no room\nfor details"))
+    few = zoo.rows(inputs, 3)
     with warnings_of() as texts:
         for _ in range(3):
             assert_close(gradients_of(model, lambda _: opt(*few)), eager_gradients(model, few))

@@ -1,0 +1,376 @@
+"""Models that are several graphs of Dynamo's: planned as one, cut in each part, and exact."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import GreenTrainer, Vcas
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import CaptureError, PassError
+from graphopt.analysis.flops import flop_profile
+from graphopt.capture import capture
+from graphopt.frontend.recording import record
+from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager, generated
+from tests.messages import warnings_of
+
+
+class Stack(nn.Module):
+    """Layers and a loss, with a line that breaks the graph before some of the layers."""
+
+    def __init__(self, breaks: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        if 0 in self.breaks:
+            print(end="")
+        x = torch.tanh(self.layers[0](x))
+        if 1 in self.breaks:
+            print(end="")
+        x = torch.tanh(self.layers[1](x))
+        if 2 in self.breaks:
+            print(end="")
+        x = torch.tanh(self.layers[2](x))
+        if 3 in self.breaks:
+            print(end="")
+        x = torch.tanh(self.layers[3](x))
+        return nn.functional.cross_entropy(self.head(self.norm(x)), labels)
+
+
+def batch(step: int, size: int = 6) -> tuple[Tensor, Tensor]:
+    return generated(step, size, 8), torch.arange(size) % 3
+
+
+def call(called: Any, model: Any, step: int) -> Tensor:
+    return called(*batch(step))
+
+
+@pytest.mark.parametrize("breaks", [(2,), (1, 2, 3), (0,)])
+def test_all_parts_together_cost_what_the_model_without_breaks_costs(breaks: tuple[int, ...]) -> None:
+    whole = flop_profile(capture(Stack(), batch(0))).at(6)
+    recording = record(Stack(breaks), batch(0), {}, 0, "it prints")
+    joined = flop_profile(recording.graph)
+    assert joined.step == whole.step
+    assert joined.order == whole.order
+    assert recording.unplanned == ()
+    names = [name for name, _ in Stack().named_parameters()]
+    for selected in ({"head.weight"}, {"layers.2.weight"}, {"layers.0.bias", "layers.3.weight"}, set(names)):
+        assert joined.cost(selected) == whole.cost(selected), selected
+    assert [p.name for p in recording.graph.parameters] == names
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("breaks", [(2,), (1, 2, 3)])
+def test_steps_of_several_parts_are_exact_and_within_the_budget(breaks: tuple[int, ...], budget: float | None) -> None:
+    with warnings_of() as told:
+        opt = assert_steps_as_in_eager(Stack(breaks), batch(9), call, budget)
+    assert told == []
+    assert len(opt.last_step.regions) == len(breaks) + 1
+    assert budget is None or opt.report.flops_ratio <= budget
+
+
+def test_a_break_changes_neither_the_selection_nor_what_a_step_costs() -> None:
+    one, several = (graphopt.optimize(Stack(breaks), batch(0), 0.6, backend="aot_eager") for breaks in ((), (1, 3)))
+    assert one.selected == several.selected
+    assert one.report.flops_ratio == pytest.approx(several.report.flops_ratio)
+
+
+def test_several_parts_under_inductor() -> None:
+    opt = assert_steps_as_in_eager(Stack((2,)), batch(9), call, 0.7, steps=2, backend="inductor")
+    assert opt.report.flops_ratio <= 0.7
+
+
+def test_parts_before_all_that_is_trained_have_no_backward_and_give_no_gradient() -> None:
+    model = Stack((1, 2))
+    last = GreenTrainer(train=("head.weight", "layers.3.weight"))
+    opt = assert_steps_as_in_eager(model, batch(9), call, 1.0, passes=[last])
+    products = [sum("mm" in str(node.target) for node in graph.nodes) for graph in graphs(opt)]
+    assert products == [1, 1, 5]  # forward alone; of the last part, two layers, the head and what is between them and the loss
+    assert opt.selected == {"head.weight", "layers.3.weight"}
+
+
+def graphs(opt: graphopt.OptimizedModule) -> list[Any]:
+    """The joint graphs of the parts that ran last."""
+    return [region.graph.graph for region in opt.last_step.regions if region.graph is not None]
+
+
+def test_the_flops_of_what_runs_are_those_that_were_planned() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = Stack((1, 3))
+    opt = graphopt.optimize(model, batch(0), 0.6, backend="aot_eager")
+    opt(*batch(0)).backward()
+    with FlopCounterMode(display=False) as counter:
+        opt(*batch(1)).backward()
+    assert counter.get_total_flops() <= 0.6 * flop_profile(opt.graph).step
+
+
+def test_other_sizes_of_several_parts() -> None:
+    sizes = (6, 4, 9, 6, 5)
+    opt = assert_steps_as_in_eager(
+        Stack((2,)), batch(9), lambda called, _, step: called(*batch(step, sizes[step])), 0.7, steps=len(sizes)
+    )
+    assert opt.counters.compilations <= 4  # each part for one size, and for all
+
+
+def test_a_change_of_selection_in_several_parts() -> None:
+    model = Stack((2,))
+    opt = graphopt.optimize(model, batch(0), passes=[GreenTrainer(train=("layers.0.weight",))], backend="aot_eager")
+    eager = copy.deepcopy(model)
+    compiled = []
+    for train in ({"layers.0.weight"}, {"head.bias", "layers.2.bias"}, {"layers.0.weight"}, {"layers.1.weight"}):
+        opt.adopt(replace(opt.plan, train=frozenset(train)))
+        for module, called in ((eager, eager), (model, opt)):
+            module.zero_grad()
+            called(*batch(1)).backward()
+        assert {n for n, p in model.named_parameters() if p.grad is not None} == train
+        for name in train:
+            torch.testing.assert_close(dict(model.named_parameters())[name].grad, dict(eager.named_parameters())[name].grad)
+        compiled.append(opt.counters.compilations)
+        assert_buffers(model, eager)
+    assert compiled[2] == compiled[1]  # the earlier plan is still compiled
+
+
+def assert_buffers(model: nn.Module, eager: nn.Module) -> None:
+    torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+
+
+# What passes between parts.
+
+
+class Shared(nn.Module):
+    """One layer is used on both sides of the break."""
+
+    def __init__(self, breaks: bool = True) -> None:
+        super().__init__()
+        self.first, self.shared, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.breaks = breaks
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.shared(self.first(x)))
+        if self.breaks:
+            print(end="")
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.shared(hidden))), labels)
+
+
+@pytest.mark.parametrize("budget", [None, 0.7])
+def test_a_parameter_that_two_parts_use_has_the_sum_of_its_gradients(budget: float | None) -> None:
+    assert_steps_as_in_eager(Shared(), batch(9), call, budget)
+    train = ("shared.weight",)
+    opt = assert_steps_as_in_eager(Shared(), batch(9), call, 1.0, passes=[GreenTrainer(train=train)])
+    assert opt.selected == set(train)
+
+
+def test_a_parameter_that_two_parts_use_is_counted_once() -> None:
+    recording = record(Shared(), batch(0), {}, 0, "it prints")
+    whole = flop_profile(capture(Shared(breaks=False), batch(0))).at(6)
+    joined = flop_profile(recording.graph)
+    assert joined.step == whole.step
+    assert joined.cost({"shared.weight"}) == whole.cost({"shared.weight"})
+    assert [p.name for p in recording.graph.parameters] == [name for name, _ in Shared().named_parameters()]
+
+
+class Tied(nn.Module):
+    """Embedding and head are one tensor, in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        print(end="")
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.layer(hidden))).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("budget", [None, 0.8])
+def test_tied_weights_in_two_parts(budget: float | None) -> None:
+    ids = torch.arange(12).reshape(3, 4) % 11
+    opt = assert_steps_as_in_eager(Tied(), (ids,), lambda called, _, step: called((ids + step) % 11), budget)
+    assert [p.aliases for p in opt.graph.parameters if p.aliases] in ([("head.weight",)], [])
+
+
+class Between(nn.Module):
+    """A function that is never traced lies between two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = untraced(torch.tanh(self.first(x)))
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.second(hidden))), labels)
+
+
+@torch.compiler.disable
+def untraced(x: Tensor) -> Tensor:
+    return x * x.exp() + float(x.detach().numpy().sum() > 1e9)
+
+
+def test_tensors_that_are_made_between_parts_are_unknown_and_keep_their_gradient() -> None:
+    recording = record(Between(), batch(0), {}, 0, "a part is never traced")
+    assert any(desc.kind == "slot" for desc in recording.graph.outputs)  # a gradient that is always needed
+    for budget in (None, 0.6, 0.8):
+        assert_steps_as_in_eager(Between(), batch(9), call, budget)
+    opt = assert_steps_as_in_eager(Between(), batch(9), call, 1.0, passes=[GreenTrainer(train=("first.weight",))])
+    assert opt.selected == {"first.weight"}
+
+
+class Untraced(nn.Module):
+    """A layer with parameters is never traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.in_eager_mode(torch.tanh(self.first(x)))
+        return nn.functional.cross_entropy(self.head(torch.tanh(hidden)), labels)
+
+    @torch.compiler.disable
+    def in_eager_mode(self, x: Tensor) -> Tensor:
+        return self.second(x)
+
+
+@pytest.mark.parametrize("train", [("head.weight",), ("second.weight", "first.bias")])
+def test_parameters_of_what_is_never_traced(train: tuple[str, ...]) -> None:
+    """They have a gradient if they are selected, as all others."""
+    model = Untraced()
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, batch(0), passes=[GreenTrainer()], backend="aot_eager")
+    for step in range(3):
+        opt.adopt(replace(opt.plan, train=frozenset(train)))
+        for module, called in ((eager, eager), (model, opt)):
+            module.zero_grad()
+            called(*batch(step)).backward()
+        assert_gradients(model, eager, frozenset(train))
+
+
+class Looping(nn.Module):
+    """Dynamo leaves a loop with a break in it to eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            print(end="")
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 0.8])
+def test_a_loop_with_a_break_in_every_round(budget: float | None) -> None:
+    with warnings_of() as told:
+        assert_steps_as_in_eager(Looping(), batch(9), call, budget)
+    assert any("torch.compile" in text for text in told)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        print(end="")
+        return x
+
+
+class Blocks(nn.Module):
+    """The same code is a part twice in a step, with other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.in_one(x, labels)
+
+    def in_one(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 0.8])
+def test_layers_that_look_alike_and_are_a_part_each(budget: float | None) -> None:
+    """Dynamo compiles one graph for all of them; what is trained in one need not be in another."""
+    opt = assert_steps_as_in_eager(Blocks(), batch(9), call, budget)
+    assert budget is None or opt.report.flops_ratio <= budget
+
+
+@pytest.mark.parametrize("train", [("blocks.1.layer.weight",), ("blocks.0.layer.weight", "blocks.2.layer.bias")])
+def test_a_selection_among_layers_that_look_alike(train: tuple[str, ...]) -> None:
+    opt = assert_steps_as_in_eager(Blocks(), batch(9), call, 1.0, passes=[GreenTrainer(train=train)])
+    assert opt.selected == set(train)
+
+
+class WithOutputs(Stack):
+    """Returns what both parts have computed."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        hidden = torch.tanh(self.layers[0](x))
+        print(end="")
+        logits = self.head(self.norm(torch.tanh(self.layers[1](hidden))))
+        return nn.functional.cross_entropy(logits, labels), logits, hidden
+
+
+@pytest.mark.parametrize("budget", [None, 0.8])
+@pytest.mark.parametrize("used", [(0,), (0, 1), (0, 2), (2,), (0, 1, 2)])
+def test_outputs_of_several_parts_that_are_differentiated(used: tuple[int, ...], budget: float | None) -> None:
+    def combined(called: Any, model: Any, step: int) -> Tensor:
+        outputs = called(*batch(step))
+        return sum((i + 1) * outputs[i].square().sum() for i in used)  # type: ignore[return-value]
+
+    model = WithOutputs()
+    if budget is not None and 1 not in used and 0 not in used:
+        pytest.skip("nothing that is selected need have a gradient")
+    assert_steps_as_in_eager(model, batch(9), combined, budget)
+
+
+# What is refused, and what is told.
+
+
+def test_a_model_that_has_to_be_one_graph_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"print.*Remedy"):
+        graphopt.optimize(Stack((2,)), batch(0), 0.7, backend="aot_eager", fullgraph=True)
+
+
+def test_passes_that_need_one_graph_are_refused_if_they_are_named_and_left_out_if_not() -> None:
+    with pytest.raises(PassError, match="vcas needs the model to be one graph"):
+        graphopt.optimize(Stack((2,)), batch(0), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
+    opt = graphopt.optimize(Stack((2,)), batch(0), 0.7, backend="aot_eager")
+    assert {p.name for p in opt.plan.passes} <= {"greentrainer", "recompute", "runlora"}
+
+
+def test_the_report_says_that_the_model_is_several_parts() -> None:
+    opt = graphopt.optimize(Stack((2,)), batch(0), 0.7, backend="aot_eager")
+    assert "print" in opt.report.batch
+    assert opt.report.flops_ratio <= 0.7
+
+
+def test_a_copy_of_a_model_of_several_parts_is_its_own() -> None:
+    model = Stack((2,))
+    opt = graphopt.optimize(model, batch(0), 0.7, backend="aot_eager")
+    opt(*batch(0)).backward()
+    other = copy.deepcopy(opt)
+    for called in (opt, other):
+        called.zero_grad()
+        called(*batch(1)).backward()
+    for ours, theirs in zip(opt.parameters(), other.parameters(), strict=True):
+        assert ours is not theirs
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert {n for n, p in other.named_parameters() if p.grad is not None} == opt.selected
