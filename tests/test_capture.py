@@ -212,14 +212,18 @@ def test_a_line_of_a_library_that_breaks_the_graph_is_left_alone() -> None:
     assert opt.model_runs == 0
 
 
-def test_sizes_that_depend_on_the_data_are_refused() -> None:
+def test_sizes_that_depend_on_the_data_are_refused_in_one_graph_and_analysed_as_parts() -> None:
     class Selecting(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
             return y[y > 0].mean()
 
+    inputs = (torch.randn(4, 6),)
     with pytest.raises(CaptureError, match=r"depends on the data \(aten.index.Tensor\).*torch.where"):
-        graphopt.analyze(Selecting(6, 4), (torch.randn(4, 6),))
+        graphopt.optimize(Selecting(6, 4), inputs, fullgraph=True)
+    assert (
+        graphopt.analyze(Selecting(6, 4), inputs).flops.at(4).step == graphopt.analyze(nn.Linear(6, 4), inputs).flops.at(4).step
+    )
 
 
 @pytest.mark.parametrize(

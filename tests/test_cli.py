@@ -108,7 +108,8 @@ def test_the_installed_command_answers() -> None:
 
 def test_optimize_verifies_on_request(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     seen = []
-    monkeypatch.setattr("graphopt.api.first_difference", lambda *_: seen.append(1) or "the gradient of x differs")
+    differs = lambda *_: seen.append(1) or "the gradient of x differs"  # noqa: E731
+    monkeypatch.setattr("graphopt.runtime.module.OptimizedModule.first_difference", differs)
     arguments = ("optimize", "tests.test_cli:mlp", "--budget", "0.6", "--out", str(tmp_path), "--json")
     for more, passes in (([], ["greentrainer", "runlora"]), (["--verify"], [])):
         code, out, _ = run(monkeypatch, capsys, *arguments, *more)

@@ -193,6 +193,6 @@ def module_path(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     path = str(path)
-    for prefix in ("L['self'].", "L__self___"):
-        path = path.removeprefix(prefix)
+    for prefix in ("L['model']", "L['self'].", "L__self___"):
+        path = path.removeprefix(prefix).removeprefix(".")
     return "" if path == "model" else path.removeprefix("model.")

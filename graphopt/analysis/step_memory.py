@@ -19,6 +19,7 @@ from graphopt.errors import InputError
 from graphopt.graph import BATCH, TrainingGraph
 from graphopt.partition import Halves, split
 from graphopt.specialise import symbolic
+from graphopt.tangents import for_loss_alone
 
 
 def step_memory(
@@ -47,7 +48,7 @@ def step_memory(
     if accumulation < 1:
         raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
     inductor = backend == "inductor"
-    halves = split(symbolic(graph, decompose=inductor), inductor)
+    halves = split(symbolic(for_loss_alone(graph), decompose=inductor), inductor)
     return _Builder(graph, halves, inductor).profile(optimizer, accumulation, master_weights, keep_outputs)
 
 

@@ -141,12 +141,14 @@ class Hooks:
         rewrite: see `Rewrite`; None: the graph is compiled as torch.compile would, in operators that are decomposed already.
         see: shown the joint graph that is not rewritten, and how many of its outputs are the forward's.
         halves: shown the forward and the backward before they are compiled.
+        failed: told why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
     """
 
     rewrite: Rewrite | None
     see: Callable[[fx.GraphModule, int], None]
     halves: Callable[[fx.GraphModule, fx.GraphModule], None]
+    failed: Callable[[Exception], None]
     key: str
 
 
@@ -226,7 +228,17 @@ def _without_inductor(
         return forward, backward
 
     half = _boxed if compiler == "aot_eager" else _custom(compiler)  # type: ignore[arg-type]
-    backend = aot_autograd(fw_compiler=half, bw_compiler=half, partition_fn=split, keep_inference_input_mutations=True)
+
+    def backward_half(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        try:
+            return half(graph, inputs)
+        except Exception as error:
+            if hooks is None:
+                raise
+            hooks.failed(error)
+            return _boxed(graph, inputs)
+
+    backend = aot_autograd(fw_compiler=half, bw_compiler=backward_half, partition_fn=split, keep_inference_input_mutations=True)
     return backend(module, list(examples))
 
 

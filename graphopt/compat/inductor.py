@@ -76,13 +76,13 @@ def compile_inductor_backward(backward: fx.GraphModule) -> Compiled:
 
 
 @contextlib.contextmanager
-def compiling(module: fx.GraphModule) -> Iterator[None]:
-    """The state that Inductor expects around it; `module`'s fake tensors say which fake mode."""
+def compiling(module: fx.GraphModule) -> Iterator[Any]:
+    """The state that Inductor expects around it, and its tracing context; `module`'s fake tensors say which fake mode."""
     from torch._inductor.virtualized import V
 
     fake_mode = fake_mode_of([n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
-    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), unsynced_tracing_context(fake_mode):
-        yield
+    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), unsynced_tracing_context(fake_mode) as context:
+        yield context
 
 
 def compile_graph(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -82,11 +83,30 @@ def inductor_programs(
     with fake_mode or contextlib.nullcontext():
         restride_saved(results, backward, first.strides)
     num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
-    second = _program(backward, range(len(output_list(backward))), range(num_saved), is_backward=True)
+    donated = _donated(forward, results, backward, num_mutations + num_outputs)
+    second = _program(backward, range(len(output_list(backward))), range(num_saved), is_backward=True, donated=donated)
     return first, second
 
 
-def _program(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Program:
+def _donated(forward: fx.GraphModule, results: Sequence[Any], backward: fx.GraphModule, num_forward: int) -> list[int]:
+    """Positions of what the backward is given and nobody else holds, so that it may write over it."""
+    from torch._functorch._aot_autograd.graph_compile import collect_fw_donated_buffer_idxs
+
+    def values(nodes: Sequence[Any]) -> list[Any]:
+        return [n.meta.get("val") if isinstance(n, fx.Node) else None for n in nodes]
+
+    inputs = [n for n in forward.graph.nodes if n.op == "placeholder"]
+    saved = [n for n in results[num_forward:] if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), torch.Tensor)]
+    found = collect_fw_donated_buffer_idxs(
+        values(inputs), values(results[:num_forward]), values(output_list(backward)), values(saved)
+    )
+    names = {saved[i].name for i in found}
+    return [i for i, n in enumerate(n for n in backward.graph.nodes if n.op == "placeholder") if n.name in names]
+
+
+def _program(
+    module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool, donated: Sequence[int] = ()
+) -> Program:
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
@@ -99,11 +119,12 @@ def _program(module: fx.GraphModule, visible: Sequence[int], static: Sequence[in
     results = tuple(n.name if isinstance(n, fx.Node) else None for n in output_list(module))
     try:
         with (
-            compiling(module),
+            compiling(module) as context,
             config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
             mock.patch.object(GraphLowering, "codegen", stop),
             _scalar_kernels(),
         ):
+            context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(donated))
             compile_graph(module, visible, static, is_backward)
     except _Generated as generated:
         return generated.program

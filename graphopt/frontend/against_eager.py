@@ -1,7 +1,6 @@
 """`optimize(verify=True)` of a plan that torch.compile runs: one step on the example batch, against eager autograd.
 
-Two copies of the model's Python state and buffers, on aliases of its parameters, run a step each: one as it is, one compiled.
-After the check nothing of the model has changed, whatever forward does.
+Two copies of the model run a step each: one as it is, one compiled. So nothing of the model changes, whatever forward does.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor, fx, nn
 
 from graphopt.compat import InputDesc, OutputDesc, observed_by
-from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart
+from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart, joint_graph
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import first_line
 from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph
@@ -127,8 +127,13 @@ class PlanBackend:
             return compile_plainly(module, examples, self.backend)
         copy = graph_module(module, copied(module.graph))  # compiling changes it
         host.check(self.plan)
+        hooks = self._hooks(found, host)
         try:
-            return compile_joint(module, examples, self.backend, self._hooks(found, host))
+            run = compile_joint(module, examples, self.backend, hooks)
+            if found.graph is None:  # all of it came from torch's cache on disk: for reports it is traced once more
+                joint, num_forward = joint_graph(graph_module(copy, copied(copy.graph)), examples)
+                (hooks.rewrite or hooks.see)(joint, num_forward)
+            return run
         except Exception as error:
             if is_restart(error):
                 raise
@@ -165,8 +170,11 @@ class PlanBackend:
         def halves(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             found.halves = tuple(graph_module(half, copied(half.graph)) for half in (forward, backward))  # type: ignore[assignment]
 
+        def failed(error: Exception) -> None:
+            host.note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
+
         changes = bool(self.plan.passes)
-        return Hooks(rewrite if changes else None, see, halves, self._key(found.region, host))
+        return Hooks(rewrite if changes else None, see, halves, failed, self._key(found.region, host))
 
     def _drop_unselected(self, graph: TrainingGraph, planned: Collection[str]) -> None:
         cut = [p.name for p in graph.parameters if not self._trains(p.name, planned)]

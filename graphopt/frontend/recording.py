@@ -1,6 +1,6 @@
 """Recording: the joint graph of every region of a model that is not one graph, from one run, and all of them as one graph.
 
-The model runs once, forward alone, on a copy of its Python state that shares the weights. Whatever a region returns and a
+The model runs once, forward alone, on a copy. Whatever a region returns and a
 later one takes is the same tensor; by that the joint graphs are joined, forwards in order and backwards in reverse, so that
 analyses and planner see one training step.
 """
@@ -120,28 +120,27 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
 
 def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model runs on these inputs in eager mode."""
+    """Whether a model runs on these inputs in eager mode, and returns something that can be differentiated."""
     inputs = flatten_call(args, kwargs).tensors
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
     try:
-        with unchanged_draws(inputs), torch.no_grad():
-            _without_side_effects(model)(*args, **kwargs)
+        with unchanged_draws(inputs), torch.enable_grad():
+            output = _without_side_effects(model)(*args, **kwargs)
     except Exception as error:
         logger.debug("the model does not run", exc_info=error)
         return False
-    return True
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of a model's Python state and buffers on aliases of its parameters; parameters of other classes are copied."""
+    """A copy of a model without its gradients and the hooks on its parameters."""
     plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-    aliases = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in plain}
-    copied_model: nn.Module = copy.deepcopy(model, aliases)
-    return copied_model
+    own: nn.Module = copy.deepcopy(model, {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in plain})
+    return own
 
 
 def _without_side_effects(model: nn.Module) -> nn.Module:
-    """A copy of a model's Python state and buffers, on aliases of its parameters; the model itself where it has no copy."""
+    """A copy of a model; the model itself where it has none."""
     try:
         return twin(model)
     except Exception as error:

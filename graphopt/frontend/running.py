@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ from graphopt.runtime.draws import draws
 _models = itertools.count()
 
 _CHANGED = (
-    "an output of the model beside the loss was differentiated, for which the step was to run again, but its inputs or attributes "
-    "are no longer what they were: forward() changes them. Repeat the step; later ones are prepared for it."
+    "an output of the model beside the loss was differentiated, for which the step was to run again, but its inputs or "
+    "attributes are no longer what they were: forward() changes them. Repeat the step; later ones are prepared for it."
 )
 
 PLANS = 16
@@ -71,6 +72,11 @@ class RegionStep:
             for report in region.reports:
                 merged[report.name] = _together(merged[report.name], report) if report.name in merged else report
         return tuple(merged.values())
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(draws(node) for r in self.regions if r.graph is not None for node in r.graph.graph.nodes)
 
     @property
     def compile_seconds(self) -> float:
@@ -148,6 +154,7 @@ class Running:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._configs = caching_configs(model)
         self._broken = parts
+        self._draws = True
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
         self._differentiated = None if parts else frozenset({0})
@@ -159,12 +166,13 @@ class Running:
             PassError: everything that the plan trains is frozen.
         """
         start = time.perf_counter()
-        before = torch.get_rng_state() if self._differentiated is not None else None
+        before = torch.get_rng_state() if self._draws and self._differentiated is not None else None
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         versions = [t._version for t in inputs]
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         self._check_all_planned(plan)
         self.step = self._as_step(plan)
+        self._draws = self.step is None or self.step.draws
         if self.step is not None and len(self.step.seconds) < (self.step.seconds.maxlen or 0):
             _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
         if not positions:

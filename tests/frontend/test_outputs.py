@@ -243,6 +243,10 @@ def test_an_input_that_forward_changes_is_an_error_or_exact_and_later_steps_are_
             eager.load_state_dict(model.state_dict())
             continue
         torch.testing.assert_close(ours, theirs)
+        for module in (eager, model):  # later steps are compiled for all outputs, and have zeros for what is not asked for
+            for parameter in module.other.parameters():
+                assert parameter.grad is None or not parameter.grad.any()
+                parameter.grad = None
         assert_gradients(model, eager)
         torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
 
@@ -287,7 +291,7 @@ def test_gradients_of_gradients_are_as_in_eager_or_refused(output: str) -> None:
         model.zero_grad()
         try:
             penalised(opt)
-        except RuntimeError:
+        except (GraphoptError, RuntimeError):  # ours, or torch's own
             continue
         assert_gradients(model, eager)
 

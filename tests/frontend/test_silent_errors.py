@@ -595,6 +595,7 @@ class Plain(torch.autograd.Function):
         return gradient
 
 
+@TORCHS_OWN
 def test_a_function_of_the_users_with_a_result_that_cannot_be_differentiated() -> None:
     class Custom(Two):
         def forward(self, x: Tensor) -> Tensor:
