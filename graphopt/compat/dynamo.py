@@ -10,11 +10,11 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graphopt.compat.fakes import fake_mode_of, retrace
@@ -40,34 +40,41 @@ def compiled_by(call: Callable[..., Any], backend: Any, fullgraph: bool) -> Call
     """
     compile_: Any = torch.compile
     options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
-    if "isolate_recompiles" in inspect.signature(compile_).parameters:  # torch 2.11 and 2.12 have one limit for all
+    if _isolates():
         options |= {"isolate_recompiles": True, "recompile_limit": COMPILATIONS}
     return compile_(call, **options)
 
 
 class Settings:
-    """Dynamo's settings while a model runs; entered once per step, so that it must cost nothing.
+    """Dynamo's settings while a model is compiled.
 
     Hooks that are added to a module later take effect, which Dynamo leaves unchecked by default. An integer attribute that
     changes becomes an input of the graph. Recurrent layers are part of it.
     """
 
-    WANTED: ClassVar = {
-        "skip_nnmodule_hook_guards": False,
-        "allow_unspec_int_on_nn_module": True,
-        "allow_rnn": True,
-        "recompile_limit": COMPILATIONS,
-    }
+    def __init__(self, model: nn.Module) -> None:
+        self.wanted: dict[str, Any] = {"skip_nnmodule_hook_guards": False, "allow_unspec_int_on_nn_module": True}
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()):
+            self.wanted["allow_rnn"] = True
+        if not _isolates():
+            self.wanted["recompile_limit"] = COMPILATIONS
+        self.always = "allow_rnn" in self.wanted  # else a recurrent layer breaks the graph before anything is compiled
+        self.before: list[dict[str, Any]] = []
 
     def __enter__(self) -> None:
         config = torch._dynamo.config
-        self.before = {name: getattr(config, name) for name in self.WANTED}
-        for name, value in self.WANTED.items():
+        self.before.append({name: getattr(config, name) for name in self.wanted})
+        for name, value in self.wanted.items():
             setattr(config, name, value)
 
     def __exit__(self, *error: object) -> None:
-        for name, value in self.before.items():
+        for name, value in self.before.pop().items():
             setattr(torch._dynamo.config, name, value)
+
+
+def _isolates() -> bool:
+    """Whether each call of torch.compile has a limit of its own; torch 2.11 and 2.12 have one for all."""
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 def is_compile_error(error: BaseException) -> bool:

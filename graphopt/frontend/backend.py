@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from graphopt.compat import InputDesc, OutputDesc, observed_by
 from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart, joint_graph
 from graphopt.compat.graph_modules import copied, graph_module
-from graphopt.errors import first_line
+from graphopt.errors import CaptureError, first_line
 from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
@@ -24,7 +24,11 @@ from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 
 
-@dataclass
+class Unsettled(Exception):
+    """A graph was to be compiled in a step for which nothing was prepared; see `Host.settled`."""
+
+
+@dataclass(eq=False)
 class CompiledRegion:
     """A region as it was compiled.
 
@@ -49,9 +53,11 @@ class Host(Protocol):
 
     Attributes:
         modes: that watch operators; see `observed_by`.
+        settled: nothing is expected to be compiled; if something is after all, `Unsettled` has the host prepare for it.
     """
 
     modes: Sequence[Any]
+    settled: bool
 
     def names(self) -> Mapping[int, Sequence[str]]:
         """See `tensor_names`."""
@@ -101,6 +107,8 @@ class PlanBackend:
 
     def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         """What Dynamo is to run in the place of a graph."""
+        if self.host().settled:
+            raise Unsettled
         copy = graph_module(module, copied(module.graph))  # compiling changes the graph
         placeholders = module.graph.find_nodes(op="placeholder")
         values = [example_of(node) for node in placeholders]
@@ -130,9 +138,13 @@ class PlanBackend:
         hooks = self._hooks(found, host)
         try:
             run = compile_joint(module, examples, self.backend, hooks)
-            if found.graph is None:  # all of it came from torch's cache on disk: for reports it is traced once more
+            if found.graph is not None:
+                return run
+            try:  # all of it came from torch's cache on disk: for reports it is traced once more
                 joint, num_forward = joint_graph(graph_module(copy, copied(copy.graph)), examples)
-                (hooks.rewrite or hooks.see)(joint, num_forward)
+            except CaptureError:  # no output depends on what requires a gradient
+                return compile_plainly(copy, examples, self.backend)
+            (hooks.rewrite or hooks.see)(joint, num_forward)
             return run
         except Exception as error:
             if is_restart(error):
@@ -150,18 +162,20 @@ class PlanBackend:
         return copy
 
     def _hooks(self, found: CompiledRegion, host: Host) -> Hooks:
+        weak = self.host  # torch keeps these functions for as long as the compiled graph, which nothing collects in cycles
+
         def see(joint: fx.GraphModule, num_forward: int) -> None:
             remove_dead_nodes(joint)  # a draw that nobody reads is more than torch's simpler partitioner can split
-            found.graph = training_graph(found.region, graph_module(joint, copied(joint.graph)), num_forward, host.batch_size())
+            found.graph = training_graph(found.region, graph_module(joint, copied(joint.graph)), num_forward, weak().batch_size())
 
         def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
             start = time.perf_counter()
-            graph = training_graph(found.region, joint, num_forward, host.batch_size())
+            graph = training_graph(found.region, joint, num_forward, weak().batch_size())
             try:
-                graph, reports = self.plan.rewrite_region(graph, host.planned())
+                graph, reports = self.plan.rewrite_region(graph, weak().planned())
             except Exception as error:
-                host.note(f"a part of the model could not be rewritten ({first_line(error)}); it runs as torch.compile has it")
-                self._drop_unselected(graph, host.planned())
+                weak().note(f"a part of the model could not be rewritten ({first_line(error)}); it runs as torch.compile has it")
+                self._drop_unselected(graph, weak().planned())
                 reports = []
             found.graph, found.reports = graph.clone(), tuple(reports)
             found.rewrite_seconds = time.perf_counter() - start
@@ -171,7 +185,7 @@ class PlanBackend:
             found.halves = tuple(graph_module(half, copied(half.graph)) for half in (forward, backward))  # type: ignore[assignment]
 
         def failed(error: Exception) -> None:
-            host.note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
+            weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
         changes = bool(self.plan.passes)
         return Hooks(rewrite if changes else None, see, halves, failed, self._key(found.region, host))

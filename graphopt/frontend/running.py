@@ -18,11 +18,11 @@ from torch import Tensor, fx, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import caching_configs
+from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks
 from graphopt.errors import GraphoptError, InputError, PassError
-from graphopt.frontend.backend import CompiledRegion, PlanBackend
+from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
 from graphopt.frontend.outputs import detached, reattached
 from graphopt.frontend.region import tensor_names
 from graphopt.graph import TrainingGraph
@@ -154,6 +154,12 @@ class Running:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._configs = caching_configs(model)
         self._broken = parts
+        self._breaks = graph_breaks()
+        self._detaches = True
+        self._keyed: tuple[Plan | None, Hashable] = (None, None)
+        self._settings = Settings(model)
+        self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
+        self.settled = False
         self._draws = True
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
@@ -166,17 +172,27 @@ class Running:
             PassError: everything that the plan trains is frozen.
         """
         start = time.perf_counter()
-        before = torch.get_rng_state() if self._draws and self._differentiated is not None else None
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        may_run_again = self._detaches and self._differentiated is not None
+        before = torch.get_rng_state() if self._draws and may_run_again else None
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)] if may_run_again else []
         versions = [t._version for t in inputs]
         output, positions = self._run(plan, self._differentiated, args, kwargs)
-        self._check_all_planned(plan)
-        self.step = self._as_step(plan)
-        self._draws = self.step is None or self.step.draws
+        if plan is not self._last[0] or self._ran != self._last[1]:
+            self._last = (plan, self._ran)
+            self._check_all_planned(plan)
+            self.step = self._as_step(plan)
+            self._draws = self.step is None or self.step.draws
+        else:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
+            self.settled = not self._broken and len(self._ran) == 1 and not self._settings.always
         if self.step is not None and len(self.step.seconds) < (self.step.seconds.maxlen or 0):
             _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
         if not positions:
+            self._detaches = False
             return output
+        if not may_run_again:  # the first call of this kind
+            inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            versions = [t._version for t in inputs]
+        self._detaches = True
         anchors = [t for t in (*self.model.parameters(), *inputs) if t.requires_grad]
         leaves = pytree.tree_leaves(output)
         seen = {i: leaves[i] for i in positions}
@@ -199,16 +215,29 @@ class Running:
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, tuple[int, ...]]:
         """The output, and which leaves of it are detached though they could be differentiated."""
-        key = (plan.key, differentiated)
+        key = (self._key_of(plan), differentiated)
         run = self._compiled.get(key)
         if run is None:
-            run = self._compiled.put(key, self._under(plan, differentiated))
+            with TRACING:
+                run = self._compiled.put(key, self._under(plan, differentiated))
         self._ran, self._call = [], (args, kwargs)
-        breaks = graph_breaks()
         try:
-            with self._prepared(), Settings():
-                found: tuple[Any, tuple[int, ...]] = run(*args, **kwargs)
-                self._broken = self._broken or graph_breaks() != breaks
+            if self.settled and not compat.is_observed():
+                if not self._configs:
+                    return run(*args, **kwargs)
+                with self._prepared():
+                    return run(*args, **kwargs)
+        except Exception as error:
+            if not isinstance(cause_of(error), Unsettled):
+                raise
+        self.settled = False
+        try:
+            with TRACING, self._settings:
+                if not self._configs and not compat.is_observed():
+                    found: tuple[Any, tuple[int, ...]] = run(*args, **kwargs)
+                else:
+                    with self._prepared():
+                        found = run(*args, **kwargs)
                 return found
         except Exception as error:
             cause = cause_of(error)
@@ -217,6 +246,12 @@ class Running:
             raise
         finally:
             self._call = ((), {})
+
+    def _key_of(self, plan: Plan) -> Hashable:
+        """`plan.key`, made once for the plan in force."""
+        if plan is not self._keyed[0]:
+            self._keyed = (plan, plan.key)
+        return self._keyed[1]
 
     @contextlib.contextmanager
     def _as_before(self, draws: Tensor | None) -> Iterator[None]:
@@ -280,10 +315,11 @@ class Running:
 
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
-        key = (plan.key, tuple(map(id, self._ran)))
+        key = (self._key_of(plan), tuple(map(id, self._ran)))
         if key in self._checked:
             return
         self._checked.add(key)
+        self._broken = self._broken or graph_breaks() != self._breaks
         if not self._ran:
             self.note(
                 "a step ran uncompiled: torch.compile compiles nothing here, or has compiled this model too often for what "
@@ -297,7 +333,6 @@ class Running:
     def _as_step(self, plan: Plan) -> RegionStep | None:
         """The step that has just run, the same object for the same regions."""
         ran = tuple(self._ran)
-        self._ran = []
         if not any(region.graph is not None for region in ran):
             return None
         key = tuple(map(id, ran))

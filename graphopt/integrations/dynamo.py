@@ -119,6 +119,7 @@ class _Host:
     """What a `PlanBackend` needs to know of a graph that is planned by itself; see `Host`."""
 
     modes: Sequence[Any] = ()
+    settled = False
 
     def __init__(self, region: Region) -> None:
         self.region = region

@@ -825,39 +825,3 @@ def test_dora_adapters() -> None:
     model = peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["a", "b"], use_dora=True, init_lora_weights=False))
     batch = {"x": generated(0, 8, 16), "y": torch.arange(8) % 3}
     assert_steps_as_in_eager(model, batch, lambda called, _, step: called(**batch))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_weights_beside_trained_ones(bits: int) -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-
-    def quantised() -> Any:
-        if bits == 4:
-            layer = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-        else:
-            layer = bnb.nn.Linear8bitLt(64, 64, bias=False, has_fp16_weights=False)
-        layer.load_state_dict({"weight": generated(0, 64, 64)})
-        return layer.to("cpu").requires_grad_(False)
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.lora, self.b = quantised(), nn.Linear(64, 64, bias=False), nn.Linear(64, 3)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(self.b(torch.relu(self.a(x) + self.lora(x))), y)
-
-    batch = {"x": generated(1, 8, 64), "y": torch.arange(8) % 3}
-    model = Net()
-    opt = graphopt.optimize(model, batch, backend="aot_eager")
-    for _ in range(2):
-        model.zero_grad()
-        loss = opt(**batch)
-        loss.backward()
-        ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        expected = model(**batch)
-        expected.backward()
-        torch.testing.assert_close(loss, expected)
-        torch.testing.assert_close(ours, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert opt.model_runs == 0
