@@ -123,6 +123,10 @@ def optimize(
         if any(isinstance(p, Vcas) for p in plan.passes):
             plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
     opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds, recording, fullgraph)
+    if recording is not None:
+        for told in (*recording.unplanned, _left_to_eager_mode(model, graph)):
+            if told:
+                opt.note(told)
     if compression is not None and plan.compressed is not None:
         weights = dict(model.named_parameters(remove_duplicate=False))
         opt.compress(Subspaces(compression, {name: weights[name] for name in plan.compressed}))
@@ -168,11 +172,13 @@ def _training_graph(
         try:
             recording = record(model, args, kwargs, batch_dim, reason)
         except NothingToPlan as second:
+            if not runs(model, args, kwargs):
+                raise error from second
             raise second from error
         except Exception as second:
             if not runs(model, args, kwargs):
                 raise error from second
-            raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}.") from second
+            raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
     return recording.graph, recording
 
 
@@ -180,6 +186,18 @@ def _analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], b
     """The joint graph of a model that is not held by it."""
     trace = functools.partial(capture, model, args, kwargs, batch_dim)
     return replace(_training_graph(model, trace, args, kwargs, batch_dim)[0], state=None)
+
+
+def _left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:
+    """What to tell of parameters in parts that torch.compile does not trace; "" if there are none."""
+    known = {p.name for p in graph.parameters}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in known]
+    if not others:
+        return ""
+    return (
+        f"torch.compile leaves the use of {len(others)} parameters to eager mode (the first is {others[0]}): they are trained, "
+        "and neither planned nor counted"
+    )
 
 
 def _is_hopeless(model: nn.Module) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -163,7 +164,7 @@ def compile_plainly(module: fx.GraphModule, examples: Sequence[Any], compiler: s
     """Compile a graph of Dynamo's as torch.compile would."""
     from torch._inductor.compile_fx import compile_fx
 
-    with open_recurrent_layers():
+    with _tracing(module):
         if compiler == "inductor":
             return compile_fx(module, list(examples))  # type: ignore[return-value]
         return _without_inductor(module, examples, compiler, None)
@@ -180,7 +181,7 @@ def compile_joint(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with open_recurrent_layers(), config.patch(custom_partitioner_fn=_Partitioner(hooks)):
+    with _tracing(module), config.patch(custom_partitioner_fn=_Partitioner(hooks)):
         if compiler != "inductor":
             return _without_inductor(module, examples, compiler, hooks)
         if hooks.rewrite is None:
@@ -194,6 +195,24 @@ def statically() -> contextlib.AbstractContextManager[Any]:
         automatic_dynamic_shapes=False, assume_static_by_default=True
     )
     return patched
+
+
+@contextlib.contextmanager
+def _tracing(module: fx.GraphModule) -> Iterator[None]:
+    """What AOTAutograd gets wrong is right inside: see `open_recurrent_layers`.
+
+    And its pass that turns Python floats back into numbers takes a buffer of one float64 for such a float, and loses what forward
+    writes to it. Where no float is lifted, that pass has nothing to do.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    arguments = [node.meta.get("grapharg") for node in module.graph.find_nodes(op="placeholder")]
+    lifted = any(getattr(a, "pass_arg_as_tensor", False) or getattr(a, "is_unspecialized", False) for a in arguments)
+    skipped: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if not lifted and hasattr(graph_compile, "_apply_tensorify_python_scalars"):
+        skipped = mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", return_value=None)
+    with open_recurrent_layers(), skipped:
+        yield
 
 
 class _Traced(Exception):
@@ -210,7 +229,7 @@ def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.Gra
         found.append((joint, num_fwd_outputs))
         raise _Traced
 
-    with contextlib.suppress(_Traced), open_recurrent_layers():
+    with contextlib.suppress(_Traced), _tracing(module):
         backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
         backend(module, list(examples))
     if not found:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 
-from graphopt.compat import InputDesc, OutputDesc, observed_by
+from graphopt.compat import InputDesc, OutputDesc, expression, observed_by, output_list
 from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart, joint_graph
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
-from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph
+from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph, write_mutations
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
 from graphopt.passes import PassReport
@@ -38,6 +38,7 @@ class CompiledRegion:
         halves: the forward and the backward before they were compiled; None likewise.
         reports: what each pass did.
         compile_seconds: of compiling, rewriting included; `rewrite_seconds` is the passes' share.
+        sizes: of the last run, in the order of the placeholders that are numbers.
     """
 
     region: Region
@@ -46,6 +47,15 @@ class CompiledRegion:
     reports: tuple[PassReport, ...] = ()
     compile_seconds: float = 0.0
     rewrite_seconds: float = 0.0
+    sizes: tuple[int, ...] = ()
+
+    def graph_of_last_run(self) -> TrainingGraph | None:
+        """`graph`, with the sizes of the last run in the place of those that it was compiled with."""
+        if self.graph is None or not self.sizes:
+            return self.graph
+        numbers = [n.meta.get("val") for n in self.graph.placeholders]
+        symbols = [next(iter(s.free_symbols)) for v in numbers if isinstance(v, SymInt) and (s := expression(v)).is_Symbol]
+        return replace(self.graph, sizes={**self.graph.sizes, **dict(zip(symbols, self.sizes, strict=False))})
 
 
 class Host(Protocol):
@@ -170,6 +180,7 @@ class PlanBackend:
 
         def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
             start = time.perf_counter()
+            num_outputs = len(output_list(joint))
             graph = training_graph(found.region, joint, num_forward, weak().batch_size())
             try:
                 graph, reports = self.plan.rewrite_region(graph, weak().planned())
@@ -178,6 +189,7 @@ class PlanBackend:
                 self._drop_unselected(graph, weak().planned())
                 reports = []
             found.graph, found.reports = graph.clone(), tuple(reports)
+            write_mutations(graph, num_outputs)
             found.rewrite_seconds = time.perf_counter() - start
             return graph.module
 
@@ -258,6 +270,7 @@ class _Regions:
         self.module = module
         self.placeholders = placeholders
         self._held = [i for i, value in enumerate(values) if isinstance(value, nn.Parameter)]
+        self._numbers = [i for i, node in enumerate(placeholders) if isinstance(node.meta.get("example_value"), SymInt)]
         self._known = {tuple(id(values[i]) for i in self._held): first}
         self._by_names: dict[Hashable, _Made] = {first.region.region.names: first}
 
@@ -267,6 +280,8 @@ class _Regions:
             made = self._other(args)
         host = self.backend.host()
         host.ran(made.region)
+        if self._numbers:
+            made.region.sizes = tuple([args[i] for i in self._numbers])
         if host.modes:
             with observed_by(host.modes):
                 outputs = made.run(*args)

@@ -108,7 +108,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     planned = [region for region in regions if region.graph is not None]
     if not planned:
         why = unplanned[0] if unplanned else "torch.compile traces no part of it that has a backward"
-        raise NothingToPlan(f"nothing of the model can be planned: {why}; {reason}.")
+        raise NothingToPlan(f"nothing of the model can be planned: {why}; {reason}")
     try:
         batch_size = batch_size_of(inputs, batch_dims_of(inputs, batch_dim)) or 1
     except InputError:  # nested targets, packed positions
@@ -116,6 +116,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     joined = _join(planned, returned, batch_size, reason)
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     joined = replace(joined, parameters=tuple(sorted(joined.parameters, key=lambda p: order.get(p.name, len(order)))))
+    if not joined.trainable:
+        raise NothingToPlan(f"nothing of the model can be planned: what torch.compile traces has no parameters; {reason}")
     return Recording(joined, tuple(dict.fromkeys(unplanned)))
 
 

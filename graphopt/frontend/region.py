@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx, nn
 
-from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, output_list
+from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
 from graphopt.compat.dynamo import source_of, traced_size
 from graphopt.graph import Parameter, TrainingGraph
 from graphopt.normalise import normalise
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,41 @@ def training_graph(region: Region, joint: fx.GraphModule, num_forward: int, batc
         static_reason="torch.compile has traced it for the sizes at hand",
         sizes=_sizes(joint),
     )
+    _return_mutations(graph)
     normalise(graph)
     return graph
+
+
+def _return_mutations(graph: TrainingGraph) -> None:
+    """Have the graph return what it writes to its inputs at the end, so that passes may move its nodes; see `write_mutations`."""
+    descs = dict(zip(graph.placeholders, graph.inputs, strict=True))
+    results = list(graph.results)
+    for node in list(graph.graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] in descs and not node.users:
+            graph.outputs = (*graph.outputs, OutputDesc("mutation", descs[node.args[0]]))
+            results.append(node.args[1])
+            graph.graph.erase_node(node)
+    graph.graph.output_node().args = (tuple(results),)
+
+
+def write_mutations(graph: TrainingGraph, num_outputs: int) -> None:
+    """Write what a graph returns beyond its `num_outputs` to its inputs again, after everything that reads them.
+
+    What reads such an input is kept for the backward and not computed again, because it would find another value there.
+    """
+    placeholders = dict(zip(graph.inputs, graph.placeholders, strict=True))
+    results, output = list(graph.results), graph.graph.output_node()
+    output.args = (tuple(results[:num_outputs]),)
+    for desc, value in zip(graph.outputs[num_outputs:], results[num_outputs:], strict=True):
+        target = placeholders[desc.target]
+        for user in target.users:
+            if "recompute" in user.meta:
+                user.meta |= SAVE
+        with graph.graph.inserting_before(output):
+            node = graph.graph.call_function(aten.copy_.default, (target, value))
+        node.meta = {"val": target.meta["val"], "partitioner_tag": "must_be_in_forward"}
+    graph.outputs = graph.outputs[:num_outputs]
+    graph.module.recompile()
 
 
 def _with_name(desc: OutputDesc, region: Region) -> OutputDesc:

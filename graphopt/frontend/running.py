@@ -62,7 +62,8 @@ class RegionStep:
     @property
     def graph(self) -> TrainingGraph:
         """The joint graph with the most operators, which is the only one where there is no graph break."""
-        return max((r.graph for r in self.regions if r.graph is not None), key=lambda graph: len(graph.graph.nodes))
+        graphs = [graph for region in self.regions if (graph := region.graph_of_last_run()) is not None]
+        return max(graphs, key=lambda graph: len(graph.graph.nodes))
 
     @property
     def reports(self) -> tuple[PassReport, ...]:

@@ -24,6 +24,7 @@ from graphopt.loss import LossFunction
 from graphopt.passes import GreenTrainer, Lsp, Recompute, RunLora, Vcas
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.plan import Plan, Ratios
+from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
 from graphopt.runtime.compiled_step import CompiledStep, MeasuringStep
@@ -474,7 +475,10 @@ class OptimizedModule(nn.Module):
         from graphopt.runtime import checkpoint
 
         plan, restore = checkpoint.prepare(path, self._model, self._plan, self._parts(), optimizer, self._names())
+        times = used_times()
         restore()
+        if used_times() != times:  # orders of products are chosen anew
+            self.__dict__["_running"] = None
         self._install(plan, self._graph, self._profile)
 
     def _parts(self) -> dict[str, Stateful | None]:

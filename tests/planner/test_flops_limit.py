@@ -171,7 +171,7 @@ def test_steps_that_compare_projectors_keep_to_the_limit(flops: float, memory: f
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(16, 128)
     found = graphopt.analyze(model, (x,), backend="aot_eager")
-    passes = [GreenTrainer(), Lsp(subspace=12, nonzeros=4, check_every=2, criterion="flops")] if memory is None else "auto"
+    passes = [GreenTrainer(), Lsp(subspace=12, nonzeros=4, check_every=2, criterion="flops")]
     budget = graphopt.Budget(flops=flops, memory=None if memory is None else int(memory * found.memory.peak_bytes))
     opt = graphopt.optimize(model, (x,), budget, passes, "aot_eager")
     assert "lsp" in [p.name for p in opt.plan.passes]

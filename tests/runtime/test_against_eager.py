@@ -56,13 +56,12 @@ def optimized(model: nn.Module, inputs: Any, **options: Any) -> tuple[Any, list[
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "bert", "t5-tied"])
-def test_what_agrees_passes_silently_and_is_not_compiled_again(name: str) -> None:
+def test_what_agrees_passes_silently(name: str) -> None:
     model, inputs = zoo.make(name, 4)
     opt, texts = optimized(model, inputs, budget=0.7)
     assert (texts, type(opt)) == ([], graphopt.OptimizedModule)
-    assert opt._variants.counters.compilations == 1
     zoo.call(opt, inputs)
-    assert opt._variants.counters.compilations == 1
+    assert opt.counters.compilations == 1
 
 
 @pytest.mark.parametrize(
