@@ -11,6 +11,7 @@ import graphopt
 from graphopt import CaptureError, InputError
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
+from graphopt.compat.inductor import fresh_compiler_cache
 from tests import zoo
 
 
@@ -114,7 +115,8 @@ def test_checkpointed_regions_are_recomputed(backend: str) -> None:
         if checkpointing:
             model.gradient_checkpointing_enable()
         opt = graphopt.optimize(model, inputs, backend=backend)
-        zoo.loss_of(zoo.call(opt, inputs)).backward()
+        with fresh_compiler_cache():  # what comes from torch's cache on disk was split in another process
+            zoo.loss_of(zoo.call(opt, inputs)).backward()
         reference, _ = zoo.make("llama", 8)
         zoo.loss_of(zoo.call(reference, inputs)).backward()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):

@@ -21,6 +21,7 @@ from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks
+from graphopt.equivalence import tolerance_of
 from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
 from graphopt.frontend.outputs import detached, reattached
@@ -39,6 +40,9 @@ _CHANGED = (
     "an output of the model beside the loss was differentiated, for which the step was to run again, but its inputs or "
     "attributes are no longer what they were: forward() changes them. Repeat the step; later ones are prepared for it."
 )
+
+FIRST_CALLS = 4
+"""Calls in which buffers are remembered, in case that the step has to run again; by then it is known what is differentiated."""
 
 PLANS = 16
 """Plans whose compiled graphs are kept."""
@@ -157,6 +161,7 @@ class Running:
         self._broken = parts
         self._breaks = graph_breaks()
         self._detaches = True
+        self._calls = 0
         self._keyed: tuple[Plan | None, Hashable] = (None, None)
         self._settings = Settings(model)
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
@@ -177,6 +182,9 @@ class Running:
         before = torch.get_rng_state() if self._draws and may_run_again else None
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)] if may_run_again else []
         versions = [t._version for t in inputs]
+        self._calls += 1
+        watched = list(self.model.buffers()) if may_run_again and self._calls <= FIRST_CALLS else []
+        buffers = [(b, b.detach().clone()) for b in watched]
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         if plan is not self._last[0] or self._ran != self._last[1]:
             self._last = (plan, self._ran)
@@ -202,7 +210,7 @@ class Running:
             if versions != [t._version for t in inputs]:
                 self._asked = self._differentiated = frozenset(range(len(leaves)))
                 raise GraphoptError(_CHANGED)
-            with self._as_before(before):
+            with self._as_before(before, buffers):
                 again, _ = self._run(plan, frozenset(wanted), args, kwargs)
             more = frozenset() if self._asked is None else self._asked
             self._asked = self._differentiated = more | frozenset(wanted)
@@ -255,14 +263,17 @@ class Running:
         return self._keyed[1]
 
     @contextlib.contextmanager
-    def _as_before(self, draws: Tensor | None) -> Iterator[None]:
-        """A step runs again: with the same random numbers of the CPU, and without a trace in them, buffers and attributes."""
+    def _as_before(self, draws: Tensor | None, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """A step runs again: with the same random numbers of the CPU and buffers, and without a trace in them and attributes."""
         buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
         attributes = [(vars(module), dict(vars(module))) for module in self.model.modules()]
         now = torch.get_rng_state()
         try:
             if draws is not None:
                 torch.set_rng_state(draws)
+            with torch.no_grad():
+                for buffer, value in before:
+                    buffer.copy_(value)
             with torch.enable_grad():
                 yield
         finally:
@@ -276,7 +287,7 @@ class Running:
 
     def _check_same(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Raise, or tell, if a step that ran again gave another output."""
-        if all(torch.allclose(a.detach(), b.detach(), rtol=1e-2, atol=1e-3, equal_nan=True) for a, b in pairs):
+        if all(_close(a.detach(), b.detach()) for a, b in pairs):
             return
         if any(draws(node) for region in self._ran if region.graph is not None for node in region.graph.graph.nodes):
             self.note("an output beside the loss was differentiated; in this first step its dropout was drawn again")
@@ -375,6 +386,12 @@ class Running:
     def ran(self, region: CompiledRegion) -> None:
         """Note that a region has run in the step under way."""
         self._ran.append(region)
+
+
+def _close(again: Tensor, before: Tensor) -> bool:
+    tolerance = tolerance_of([before.dtype])
+    largest = float(before.abs().max()) if before.numel() else 0.0
+    return torch.allclose(again, before, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _when_backward_ends(output: Any, then: Callable[[], None]) -> None:

@@ -192,7 +192,10 @@ def hold(model: Network, request: Request, references: Sequence[Run]) -> None:
     for i, (size, expected) in enumerate(zip(model.sizes, references, strict=True)):
         if i and 1 in model.sizes:
             opt(*model.inputs(size, seed=i))  # is captured anew, which a FLOP counter's hooks would not let pass
-        for _ in range(2 if optimizer is not None and i == 0 else 1):  # the first of compressed steps looks at full gradients
+        # The first of compressed steps looks at full gradients; a step whose second loss is differentiated, too, runs again for
+        # it, and the next for the first loss.
+        repeats = 3 if model.output == "two losses" else 2 if optimizer is not None else 1
+        for _ in range(repeats if i == 0 else 1):
             model.load_state_dict(fresh)
             opt.zero_grad()
             ours = step(model, opt, model.inputs(size, seed=i))
