@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.flops import FlopProfile
@@ -205,6 +205,14 @@ def make_report(
     approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = variants.counters
     choices = [choice for report in reports for choice in report.choices]
+    if graph is not None and graph.symbolic:  # a graph that runs may have numbers for sizes, which cross nothing
+        planned = (
+            {c.layer: c for r in plan.rewrite(graph, size)[1] for c in r.choices if isinstance(c, Choice)} if choices else {}
+        )
+        choices = [
+            replace(c, crossover_batch=planned[c.layer].crossover_batch) if isinstance(c, Choice) and c.layer in planned else c
+            for c in choices
+        ]
     reordered = {choice.layer for choice in choices}
     left_alone = {
         name: why
