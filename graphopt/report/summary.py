@@ -205,10 +205,8 @@ def make_report(
     approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = variants.counters
     choices = [choice for report in reports for choice in report.choices]
-    if graph is not None and graph.symbolic:  # a graph that runs may have numbers for sizes, which cross nothing
-        planned = (
-            {c.layer: c for r in plan.rewrite(graph, size)[1] for c in r.choices if isinstance(c, Choice)} if choices else {}
-        )
+    if choices and graph.symbolic:  # a graph that runs may have numbers for sizes, which cross nothing
+        planned = {c.layer: c for r in plan.rewrite(graph, size)[1] for c in r.choices if isinstance(c, Choice)}
         choices = [
             replace(c, crossover_batch=planned[c.layer].crossover_batch) if isinstance(c, Choice) and c.layer in planned else c
             for c in choices
