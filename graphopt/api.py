@@ -39,7 +39,7 @@ from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import Lsp, Pass, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.joint_plan import default_compression
@@ -50,7 +50,7 @@ from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import resolve_passes
 from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
-from graphopt.runtime.module import REWRITES, OptimizedModule
+from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.sampling import IdleController, SamplingController
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.variants import Variants
@@ -205,6 +205,10 @@ def _is_hopeless(model: nn.Module) -> bool:
     tensors = [*model.parameters(), *model.buffers()]
     fake = compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors)
     return fake or not any(t.requires_grad for t in tensors)
+
+
+REWRITES = (GreenTrainer, Recompute, RunLora)
+"""Passes that work on a part of a model as they do on all of it."""
 
 
 def _for_parts(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:

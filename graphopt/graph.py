@@ -102,6 +102,12 @@ class TrainingGraph:
         return [node for node in self.graph.nodes if node.op == "placeholder"]
 
     @property
+    def example(self) -> torch.Tensor:
+        """What some input records: a fake tensor, for its device and mode."""
+        values = (node.meta.get("val") for node in self.placeholders)
+        return next(value for value in values if isinstance(value, torch.Tensor))
+
+    @property
     def results(self) -> tuple[fx.Node | None, ...]:
         """Output nodes, in the order of `outputs`; None for a gradient that is not computed."""
         return tuple(output_list(self.module))

@@ -51,7 +51,7 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
     boundaries = find_boundaries(measured)
     products = find_weight_products(measured)
     sites = len(boundaries) + len(products)
-    example = measured.placeholders[0].meta["val"]
+    example = measured.example
     counts = measured.add_input(COUNTS, fake_like(example, (sites,), torch.int64))
     uniforms = measured.add_input(InputDesc("random", seed), fake_like(example, (2 * sites,), torch.float64))
     levels = RowLevels(measured, [], lambda *_: (counts, counts))

@@ -6,7 +6,7 @@ took. It never sees the caller's graph: `run_pass` hands it a clone, verifies th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.saved import saved_bytes
-from graphopt.compat import InputDesc
+from graphopt.compat import InputDesc, OutputDesc
 from graphopt.graph import TrainingGraph
 from graphopt.verify import verify
 
@@ -106,6 +106,19 @@ class Projected(Pass, Protocol):
 
     def image(self, name: str, given: Mapping[InputDesc, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
         """What the compressed gradient of parameter `name` must be, from autograd's `gradients`."""
+        ...
+
+
+@runtime_checkable
+class Supplying(Pass, Protocol):
+    """What a pass also has that adds inputs or results of its own to a graph; "random" inputs need none of it."""
+
+    def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
+        """The value of an added input in the step under way, on the device of `like`."""
+        ...
+
+    def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
+        """The gradient of an added input, or the value of a slot of the backward; called in the middle of it."""
         ...
 
 

@@ -314,7 +314,7 @@ class _Draws:
 
     def _numbers(self, levels: RowLevels, count: int, anchor: fx.Node) -> fx.Node:
         if self.uniforms is None:
-            example = self.graph.placeholders[0].meta["val"]
+            example = self.graph.example
             self.uniforms = self.graph.add_input(InputDesc("random", self.seed), fake_like(example, (2**40,), torch.float64))
         start = self.used
         self.used += count

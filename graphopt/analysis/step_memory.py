@@ -60,7 +60,7 @@ class _Builder:
         self.inductor = inductor
         self.formulas: dict[sympy.Expr, sympy.Expr] = {}
         self.halves = halves
-        self.device: torch.device = graph.placeholders[0].meta["val"].device
+        self.device: torch.device = graph.example.device
         self.attention = sorted({k for n in halves.forward.graph.nodes if (k := _attention_kernel(n))})
         self.saved = [n.name if isinstance(n, fx.Node) else "" for n in output_list(halves.forward)[halves.num_forward :]]
         backward = halves.backward_for(halves.expected)

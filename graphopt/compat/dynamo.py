@@ -151,6 +151,7 @@ class Hooks:
         halves: shown the forward and the backward before they are compiled.
         failed: told why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
+        depends_on_data: `rewrite` looks at values, which no key can tell: AOTAutograd's cache is not asked.
     """
 
     rewrite: Rewrite | None
@@ -158,6 +159,7 @@ class Hooks:
     halves: Callable[[fx.GraphModule, fx.GraphModule], None]
     failed: Callable[[Exception], None]
     key: str
+    depends_on_data: bool = False
 
 
 def compile_plainly(module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler) -> Callable[..., Any]:
@@ -181,7 +183,8 @@ def compile_joint(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    with _tracing(module), config.patch(custom_partitioner_fn=_Partitioner(hooks)):
+    cached = {"enable_autograd_cache": False} if hooks.depends_on_data else {}
+    with _tracing(module), config.patch(custom_partitioner_fn=_Partitioner(hooks)), torch._functorch.config.patch(cached):
         if compiler != "inductor":
             return _without_inductor(module, examples, compiler, hooks)
         if hooks.rewrite is None:
@@ -195,6 +198,38 @@ def statically() -> contextlib.AbstractContextManager[Any]:
         automatic_dynamic_shapes=False, assume_static_by_default=True
     )
     return patched
+
+
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
+
+
+@contextlib.contextmanager
+def symbolic_dims(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> Iterator[None]:
+    """Dynamo traces these dimensions as symbols, unless the traced code fixes them; the tensors are afterwards as they were."""
+    before = [{name: getattr(t, name) for name in _MARKS if hasattr(t, name)} for t in tensors]
+    try:
+        for tensor, dim in zip(tensors, dims, strict=True):
+            if dim is not None:
+                if _MARKS[0] in vars(tensor):
+                    setattr(tensor, _MARKS[0], set(getattr(tensor, _MARKS[0])))
+                torch._dynamo.maybe_mark_dynamic(tensor, dim)
+        yield
+    finally:
+        for tensor, values in zip(tensors, before, strict=True):
+            for name in _MARKS:
+                if name in values:
+                    setattr(tensor, name, values[name])
+                elif hasattr(tensor, name):
+                    delattr(tensor, name)
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Operators run on real tensors inside, although a graph is being compiled."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._guards.tracing(None), torch.no_grad():
+        yield
 
 
 @contextlib.contextmanager

@@ -1,20 +1,28 @@
 """`optimize(verify=True)` of a plan that torch.compile runs: one step on the example batch, against eager autograd.
 
 Two copies of the model run a step each: one as it is, one compiled. So nothing of the model changes, whatever forward does.
+
+Dropout is compared, too: every draw begins with the same seed, here and in eager mode, so that masks are the same in whatever
+order they are drawn. The step that is compared then draws with eager mode's kernels, since Inductor's own draw other numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import numbers
-from collections.abc import Callable, Mapping
-from typing import Any
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
+from graphopt import compat
 from graphopt.calls import BatchDim, flatten_call
-from graphopt.capture import no_generation_cache
+from graphopt.capture import no_generation_cache, unchanged_draws
+from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import cause_of
 from graphopt.compat.inductor import eager_draws
 from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
@@ -24,9 +32,12 @@ from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend
+from graphopt.passes import Preserves
 from graphopt.planner.plan import Plan
-from graphopt.runtime.against_eager import copied, named_outputs, same_draws
 from graphopt.runtime.counters import Counters
+
+if TYPE_CHECKING:
+    from graphopt.runtime.subspaces import Subspaces
 
 
 def first_difference(
@@ -39,10 +50,13 @@ def first_difference(
     backend: Backend,
     batch_dim: BatchDim,
     parts: bool,
+    subspaces: Subspaces | None = None,
 ) -> str:
     """What the plan's step computes otherwise than eager autograd; "" if it computes the same.
 
-    Gradients of what is trained are compared, outputs, buffers, and attributes of the modules that are tensors or numbers.
+    Gradients of what is trained are compared, outputs, buffers, and attributes of the modules that are tensors or numbers;
+    compressed gradients with the image of eager's. Of a sampler the step without sampling is taken: its own tests hold it to its
+    expectation.
 
     Args:
         graph: that the plan was made on.
@@ -55,7 +69,10 @@ def first_difference(
         return f"the model cannot be copied, so that nothing can be compared ({first_line(error)})"
     planned = [p.name for p in graph.parameters]
     told: list[str] = []
-    running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, parts=parts)
+    kept = tuple(p for p in plan.passes if p.preserves is not Preserves.UNBIASED)
+    plan = replace(plan.exact_selection(), passes=kept, ratios=(), offload=None)
+    taken = _Taken(subspaces)
+    running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, parts=parts, supplier=taken)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]
     with same_draws(tensors), no_generation_cache(eager):
@@ -69,16 +86,78 @@ def first_difference(
         return told[0]
     values = [node.meta.get("val") for node in graph.graph.nodes]
     tolerance = tolerance_of(v.dtype for v in values if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()))
-    reached = [name for name in trained if theirs[1][name] is not None]
+    compressed = taken.images(theirs[1])
+    reached = [name for name in trained if theirs[1][name] is not None and name not in compressed]
     wrong = _states_differ(eager, ours)
     for agreement in (
         compare_values(found[0], theirs[0], tolerance),
         compare_gradients({n: g for n, g in found[1].items() if n in reached or n in planned}, theirs[1], reached, tolerance),
+        compare_gradients(taken.gradients, compressed, list(compressed), tolerance),
         compare_values(_tensors(ours), _tensors(eager), tolerance),
     ):
         if agreement.difference:
             return agreement.difference
     return wrong
+
+
+class _Reseeded(compat.DispatchMode):
+    """Seeds the generators before every draw, and has it fill tensors in the order of their indices, whatever their layout."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.generators = [torch.default_generator]
+        if any(t.is_cuda for t in tensors):
+            self.generators += [
+                torch.cuda.default_generators[i] for i in sorted({t.device.index or 0 for t in tensors if t.is_cuda})
+            ]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        ordered = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a for a in args]
+        result = func(*args, **(kwargs or {}))  # for the layout of what it returns
+        for generator in self.generators:
+            generator.manual_seed(0)
+        drawn = func(*ordered, **(kwargs or {}))
+        written = compat.written_arguments(func)[: len(args)]
+        changed = [pair for pair, is_written in zip(zip(args, ordered, strict=True), written, strict=True) if is_written]
+        for mine, other in (*zip(pytree.tree_leaves(result), pytree.tree_leaves(drawn), strict=True), *changed):
+            if isinstance(mine, Tensor):
+                mine.copy_(other)
+        return result
+
+
+@contextlib.contextmanager
+def same_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Runs inside draw the same random numbers; every stream is afterwards as it was."""
+    with unchanged_draws(tensors), _Reseeded(tensors):
+        random.seed(0)
+        numpy.random.seed(0)
+        yield
+
+
+class _Taken:
+    """The `Supplier` of a step that is compared: compressed gradients are kept by name."""
+
+    def __init__(self, subspaces: Subspaces | None) -> None:
+        self.subspaces = subspaces
+        self.gradients: dict[str, Tensor | None] = {}
+
+    def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
+        """See `Supplier`."""
+        assert self.subspaces is not None
+        return self.subspaces.projector(desc, like.device)
+
+    def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
+        """See `Supplier`."""
+        self.gradients[desc.target] = value
+
+    def images(self, eager: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """What the compressed gradients must be, where eager autograd has any."""
+        if self.subspaces is None:
+            return {}
+        weights = {n: w for n, w in self.subspaces.weights.items() if eager.get(n) is not None and n in self.gradients}
+        return {n: w.subspace.compress(eager[n].to(w.variable.dtype)) for n, w in weights.items()}  # type: ignore[union-attr]
 
 
 def _step(
@@ -122,3 +201,22 @@ def _equal(a: Any, b: Any) -> bool:
     with contextlib.suppress(Exception):
         return bool(a == b) or (a != a and b != b)
     return True
+
+
+def copied(tree: Any, copies: dict[int, Tensor]) -> Any:
+    """The same structure with a copy of every tensor; one tensor in two places stays one."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    return pytree.tree_map(copied, tree)
+
+
+def named_outputs(output: Any) -> dict[str, Tensor]:
+    """The tensors of a model's output, by where they stand in it."""
+    leaves = pytree.tree_flatten_with_path(output)[0]
+    return {f"output {pytree.keystr(path)}".strip(): leaf.detach() for path, leaf in leaves if isinstance(leaf, Tensor)}

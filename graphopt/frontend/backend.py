@@ -11,17 +11,30 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import SymInt, Tensor, fx, nn
 
 from graphopt.compat import InputDesc, OutputDesc, expression, observed_by, output_list
-from graphopt.compat.dynamo import Hooks, compile_joint, compile_plainly, differentiates, example_of, is_restart, joint_graph
+from graphopt.compat.dynamo import (
+    Hooks,
+    compile_joint,
+    compile_plainly,
+    differentiates,
+    example_of,
+    is_restart,
+    joint_graph,
+    outside_tracing,
+)
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
-from graphopt.frontend.region import Region, drop_gradients, region_of, training_graph, write_mutations
+from graphopt.frontend.region import Region, drop_gradients, fix_sizes, region_of, training_graph, write_mutations
+from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
-from graphopt.passes import PassReport
+from graphopt.passes import PassReport, Preserves
+from graphopt.planner.independence import mixing_reason
 from graphopt.planner.plan import Plan
+from graphopt.tangents import for_loss_alone
 
 
 class Unsettled(Exception):
@@ -39,6 +52,7 @@ class CompiledRegion:
         reports: what each pass did.
         compile_seconds: of compiling, rewriting included; `rewrite_seconds` is the passes' share.
         sizes: of the last run, in the order of the placeholders that are numbers.
+        sampled_part: see `Plan.sampled_part`.
     """
 
     region: Region
@@ -48,6 +62,7 @@ class CompiledRegion:
     compile_seconds: float = 0.0
     rewrite_seconds: float = 0.0
     sizes: tuple[int, ...] = ()
+    sampled_part: float = 1.0
 
     def graph_of_last_run(self) -> TrainingGraph | None:
         """`graph`, with the sizes of the last run in the place of those that it was compiled with."""
@@ -64,10 +79,12 @@ class Host(Protocol):
     Attributes:
         modes: that watch operators; see `observed_by`.
         settled: nothing is expected to be compiled; if something is after all, `Unsettled` has the host prepare for it.
+        values: that passes have graphs exchange with Python.
     """
 
     modes: Sequence[Any]
     settled: bool
+    values: Values
 
     def names(self) -> Mapping[int, Sequence[str]]:
         """See `tensor_names`."""
@@ -79,6 +96,10 @@ class Host(Protocol):
 
     def batch_size(self) -> int:
         """Of the call under way."""
+        ...
+
+    def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
+        """Which dimension of each value is the batch, among the tensors of the call under way."""
         ...
 
     def check(self, plan: Plan) -> None:
@@ -122,30 +143,38 @@ class PlanBackend:
         copy = graph_module(module, copied(module.graph))  # compiling changes the graph
         placeholders = module.graph.find_nodes(op="placeholder")
         values = [example_of(node) for node in placeholders]
-        first = self._made(module, examples, region_of(placeholders, values, self.host().names()))
+        first = self._made(module, examples, region_of(placeholders, values, self.host().names()), values)
         return _Regions(self, copy, placeholders, values, first)
 
-    def _made(self, module: fx.GraphModule, examples: Sequence[Any], region: Region) -> _Made:
-        """Compile a region."""
+    def _made(self, module: fx.GraphModule, examples: Sequence[Any], region: Region, values: Sequence[Any]) -> _Made:
+        """Compile a region.
+
+        Args:
+            values: of the placeholders in the call under way.
+        """
         start = time.perf_counter()
         host, found = self.host(), CompiledRegion(region)
-        run = self._compile(module, examples, found, host)
+        run = self._compile(module, examples, found, host, values)
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
         trained = [p.name for p in region.parameters if p.trainable and self._trains(p.name, host.planned())]
+        if found.graph is not None:
+            trained = list(found.graph.gradients())
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         return _Made(found, run, _sources(found, trained) if cuts else ())
 
     def _trains(self, name: str, planned: Collection[str]) -> bool:
         return self.plan.train is None or name in self.plan.train or name not in planned
 
-    def _compile(self, module: fx.GraphModule, examples: Sequence[Any], found: CompiledRegion, host: Host) -> Callable[..., Any]:
+    def _compile(
+        self, module: fx.GraphModule, examples: Sequence[Any], found: CompiledRegion, host: Host, values: Sequence[Any]
+    ) -> Callable[..., Any]:
         """The region under the plan; as torch.compile has it where that fails; in eager mode where that fails, too."""
         if not differentiates(module):
             return compile_plainly(module, examples, self.backend)
         copy = graph_module(module, copied(module.graph))  # compiling changes it
         host.check(self.plan)
-        hooks = self._hooks(found, host)
+        hooks = self._hooks(found, host, values)
         try:
             run = compile_joint(module, examples, self.backend, hooks)
             if found.graph is not None:
@@ -171,8 +200,12 @@ class PlanBackend:
             host.note(f"a part of the model could not be compiled ({first_line(error)}); it runs uncompiled")
         return copy
 
-    def _hooks(self, found: CompiledRegion, host: Host) -> Hooks:
+    def _hooks(self, found: CompiledRegion, host: Host, values: Sequence[Any]) -> Hooks:
         weak = self.host  # torch keeps these functions for as long as the compiled graph, which nothing collects in cycles
+        dims: Sequence[int | None] = host.batch_dims(values) if self.plan.samples else ()
+        trial: dict[str, Tensor] = {}
+        if self.plan.samples:  # not held for longer: they are the caller's
+            trial = {str(i): value for i, value in enumerate(values) if isinstance(value, Tensor)}
 
         def see(joint: fx.GraphModule, num_forward: int) -> None:
             remove_dead_nodes(joint)  # a draw that nobody reads is more than torch's simpler partitioner can split
@@ -181,15 +214,14 @@ class PlanBackend:
         def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
             start = time.perf_counter()
             num_outputs = len(output_list(joint))
-            graph = training_graph(found.region, joint, num_forward, weak().batch_size())
-            try:
-                graph, reports = self.plan.rewrite_region(graph, weak().planned())
-            except Exception as error:
-                weak().note(f"a part of the model could not be rewritten ({first_line(error)}); it runs as torch.compile has it")
-                self._drop_unselected(graph, weak().planned())
-                reports = []
-            found.graph, found.reports = graph.clone(), tuple(reports)
+            graph = training_graph(found.region, joint, num_forward, weak().batch_size(), dims)
+            graph = self._rewritten(graph, found, weak(), trial)
+            trial.clear()
+            found.graph = graph.clone()
+            weak().values.connect(graph, num_outputs)
             write_mutations(graph, num_outputs)
+            if any(dim is not None for dim in dims):
+                fix_sizes(graph)
             found.rewrite_seconds = time.perf_counter() - start
             return graph.module
 
@@ -200,7 +232,34 @@ class PlanBackend:
             weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
         changes = bool(self.plan.passes)
-        return Hooks(rewrite if changes else None, see, halves, failed, self._key(found.region, host))
+        return Hooks(rewrite if changes else None, see, halves, failed, self._key(found.region, host), self.plan.samples)
+
+    def _rewritten(
+        self, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]
+    ) -> TrainingGraph:
+        """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
+        plan = self.plan
+        if plan.samples:
+            reason = _unsampled(plan, graph, found.region, host.planned(), trial)
+            if reason:
+                host.note(f"the backward is not sampled: {reason}")
+                plan = replace(plan, mixing=reason)
+        candidates = [plan]
+        if any(p.preserves is not Preserves.EXACT for p in plan.passes):
+            candidates.append(plan.without_approximations())
+        for candidate in candidates:
+            try:
+                rewritten, reports = candidate.rewrite_region(graph, host.planned())
+            except Exception as error:
+                instead = "without approximations" if candidate is not candidates[-1] else "as torch.compile has it"
+                host.note(f"a part of the model could not be rewritten ({first_line(error)}); it runs {instead}")
+                continue
+            found.reports = tuple(reports)
+            found.sampled_part = plan.sampled_part(graph, graph.batch_size, reports)
+            return rewritten
+        self._drop_unselected(graph, host.planned())
+        found.reports = ()
+        return graph
 
     def _drop_unselected(self, graph: TrainingGraph, planned: Collection[str]) -> None:
         cut = [p.name for p in graph.parameters if not self._trains(p.name, planned)]
@@ -214,7 +273,9 @@ class PlanBackend:
 
         train = None if self.plan.train is None else sorted(self.plan.train)
         passes = [(p.name, repr(p)) for p in self.plan.passes]
-        plan = (train, passes, sorted(self.plan.recompute), sorted(self.plan.imprecise))
+        receivers = (self.plan.checking, self.plan.offload, host.values.numbers)
+        batch = (self.plan.ratios, self.plan.mixing, host.batch_size()) if self.plan.samples else ()
+        plan = (train, passes, sorted(self.plan.recompute), sorted(self.plan.imprecise), receivers, batch)
         told = (__version__, region.names, sorted(host.planned()), plan)
         return "graphopt " + hashlib.sha256(repr(told).encode()).hexdigest()
 
@@ -231,6 +292,22 @@ class _Made:
     region: CompiledRegion
     run: Callable[..., Any]
     sources: Sequence[tuple[int, tuple[int, ...]]]
+
+
+def _unsampled(
+    plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]
+) -> str:
+    """Why rows of a region's backward must not be left out; "" if they may.
+
+    Args:
+        trial: values of the placeholders, by position.
+    """
+    if len(for_loss_alone(graph).inputs) < len(graph.inputs):
+        return "outputs beside the loss are differentiated"
+    tensors = {name: trial[str(i)] for i, name in enumerate(region.names) if name is not None}
+    inputs = [torch.empty(0) if name is not None else trial.get(str(i), torch.empty(0)) for i, name in enumerate(region.names)]
+    with outside_tracing():
+        return mixing_reason(plan.before_sampling().rewrite_region(graph, planned)[0], tensors, inputs)
 
 
 def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
@@ -306,7 +383,7 @@ class _Regions:
             made = self._by_names.get(key)
         if made is None:
             module = graph_module(self.module, copied(self.module.graph))
-            made = self._by_names[key] = self.backend._made(module, args, region)
+            made = self._by_names[key] = self.backend._made(module, args, region, args)
         if key == region.names:
             self._known[tuple([id(args[i]) for i in self._held])] = made
         return made

@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import SymInt, Tensor, fx, nn
 
 from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
 from graphopt.compat.dynamo import source_of, traced_size
@@ -76,12 +76,16 @@ def region_of(placeholders: Sequence[fx.Node], values: Sequence[Any], names: Map
     return Region(tuple(found), tuple(parameters))
 
 
-def training_graph(region: Region, joint: fx.GraphModule, num_forward: int, batch_size: int = 1) -> TrainingGraph:
+def training_graph(
+    region: Region, joint: fx.GraphModule, num_forward: int, batch_size: int = 1, dims: Sequence[int | None] = ()
+) -> TrainingGraph:
     """The joint graph of a region, which AOTAutograd has traced, in the form that passes know; `joint` itself is changed.
 
     Args:
         num_forward: how many of its outputs are the forward's.
         batch_size: samples in the call for which it was traced.
+        dims: per placeholder of Dynamo's graph, the dimension that is the batch; where all of them are symbols, the graph's shapes
+            are formulas of the batch.
     """
     inputs, outputs = describe_joint(joint, num_forward)
     graph = TrainingGraph(
@@ -97,8 +101,45 @@ def training_graph(region: Region, joint: fx.GraphModule, num_forward: int, batc
         sizes=_sizes(joint),
     )
     _return_mutations(graph)
+    if any(dim is not None for dim in dims):
+        _have_symbolic_batch(graph, dims)
     normalise(graph)
     return graph
+
+
+def _have_symbolic_batch(graph: TrainingGraph, dims: Sequence[int | None]) -> None:
+    """Note which symbols are the batch, and read every size off a tensor: passes do not know of sizes that are inputs."""
+    symbols: set[Any] = set()
+    inputs: dict[sympy.Expr, tuple[fx.Node, int]] = {}
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        value = node.meta.get("val")
+        if desc.kind not in ("input", "parameter", "buffer") or not isinstance(value, Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            inputs.setdefault(expression(size), (node, dim))
+        if desc.kind == "input" and isinstance(desc.target, int) and (batch := dims[desc.target]) is not None:
+            symbols.add(expression(value.shape[batch]))
+    anchor = next(node for node in graph.graph.nodes if node.op != "placeholder")
+    for node in graph.placeholders:
+        value = node.meta.get("val")
+        if isinstance(value, SymInt) and node.users and expression(value) in inputs:
+            with graph.graph.inserting_before(anchor):
+                size = graph.graph.call_function(aten.sym_size.int, inputs[expression(value)])
+            size.meta = {"val": value}
+            node.replace_all_uses_with(size)
+    graph.batch_dims = tuple(dims)
+    if symbols and all(s.is_Symbol for s in symbols):
+        graph.symbols, graph.static_reason, graph.minimum_batch = frozenset(symbols), "", 2
+        graph.sizes = {symbol: size for symbol, size in graph.sizes.items() if symbol not in symbols}
+
+
+def fix_sizes(graph: TrainingGraph) -> None:
+    """Have every size be the number that it is in the call under way: for calls of other sizes, Dynamo traces anew."""
+    for node in graph.placeholders:
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, Tensor) else (value,):
+            if isinstance(size, SymInt):
+                int(size)
 
 
 def _return_mutations(graph: TrainingGraph) -> None:

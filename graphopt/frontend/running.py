@@ -20,12 +20,13 @@ from graphopt import compat
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
-from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks
+from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
 from graphopt.equivalence import tolerance_of
 from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
 from graphopt.frontend.outputs import detached, reattached
 from graphopt.frontend.region import tensor_names
+from graphopt.frontend.values import Supplier, Values
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend
 from graphopt.passes import PassReport
@@ -61,7 +62,11 @@ class RegionStep:
     plan: Plan
     regions: tuple[CompiledRegion, ...]
     seconds: deque[float]
-    sampled_part: float = 1.0
+
+    @property
+    def sampled_part(self) -> float:
+        """FLOPs as a part of those with every row kept."""
+        return min((region.sampled_part for region in self.regions), default=1.0)
 
     @property
     def graph(self) -> TrainingGraph:
@@ -122,7 +127,7 @@ class Running:
 
     Attributes:
         step: that ran last; None before the first.
-        modes: see `Host`.
+        modes, values: see `Host`.
     """
 
     def __init__(
@@ -136,11 +141,13 @@ class Running:
         batch_dim: BatchDim = 0,
         fullgraph: bool = False,
         parts: bool = False,
+        supplier: Supplier | None = None,
     ) -> None:
         """Set up; nothing is compiled before the first call.
 
         Args:
             parts: the model is not one graph.
+            supplier: of what passes have graphs take and return beside the model's own values.
         """
         self.model = model
         self.backend = backend
@@ -151,6 +158,7 @@ class Running:
         self.drop_unselected = drop_unselected
         self.step: RegionStep | None = None
         self.modes: Sequence[Any] = ()
+        self.values = Values(supplier)
         self._planned = frozenset(planned)
         self._compiled: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(PLANS)
         self._checked: set[Hashable] = set()
@@ -163,6 +171,7 @@ class Running:
         self._detaches = True
         self._calls = 0
         self._keyed: tuple[Plan | None, Hashable] = (None, None)
+        self._sized: tuple[Any, int, Any] = (None, 0, None)
         self._settings = Settings(model)
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
@@ -177,6 +186,8 @@ class Running:
         Raises:
             PassError: everything that the plan trains is frozen.
         """
+        if plan.samples:
+            plan = self._for_batch(plan, args, kwargs)
         start = time.perf_counter()
         may_run_again = self._detaches and self._differentiated is not None
         before = torch.get_rng_state() if self._draws and may_run_again else None
@@ -241,7 +252,7 @@ class Running:
                 raise
         self.settled = False
         try:
-            with TRACING, self._settings:
+            with TRACING, self._settings, self._symbolic_batch(plan):
                 if not self._configs and not compat.is_observed():
                     found: tuple[Any, tuple[int, ...]] = run(*args, **kwargs)
                 else:
@@ -255,6 +266,14 @@ class Running:
             raise
         finally:
             self._call = ((), {})
+
+    def _for_batch(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """`Plan.for_batch`, the same object as long as it is the same."""
+        self._call = (args, kwargs)
+        size = self.batch_size()
+        if self._sized[0] is not plan or self._sized[1] != size:
+            self._sized = (plan, size, plan.for_batch(size))
+        return self._sized[2]
 
     def _key_of(self, plan: Plan) -> Hashable:
         """`plan.key`, made once for the plan in force."""
@@ -319,11 +338,12 @@ class Running:
             output = model(*args, **kwargs)
             return (output, ()) if differentiated is None else detached(output, differentiated)
 
+        backend = self.backend if plan.checking is None else "aot_eager"  # a step that checks projectors runs once in many
         # Dynamo keeps what it compiles with the code object, which is to go when the model does, and what it has learned about
         # sizes by the code's name, which is this model's own.
         code = call.__code__.replace(co_name=self._name)
         own = types.FunctionType(code, call.__globals__, self._name, None, call.__closure__)
-        return compiled_by(own, PlanBackend(plan, weakref.ref(self), self.backend), self.fullgraph)  # type: ignore[arg-type]
+        return compiled_by(own, PlanBackend(plan, weakref.ref(self), backend), self.fullgraph)  # type: ignore[arg-type]
 
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
@@ -371,6 +391,28 @@ class Running:
             return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
         except InputError:  # the inputs are no batch of samples
             return 1
+
+    def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
+        """Which dimension of each value is the batch; None for what is none of the call's tensors."""
+        found = self._batch_dims()
+        return [found.get(id(value)) for value in values]
+
+    def _batch_dims(self) -> dict[int, int | None]:
+        """Of the call under way, by the tensors' `id`."""
+        inputs = flatten_call(*self._call)
+        try:
+            dims = batch_dims_of(inputs, self.batch_dim)
+            batch_size_of(inputs, dims)
+        except InputError:  # no batch of samples
+            return {}
+        return {id(tensor): dim for tensor, dim in zip(inputs.tensors, dims, strict=True)}
+
+    def _symbolic_batch(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
+        """What is compiled to leave out rows is traced for any number of them: so it is known which rows are samples."""
+        if not plan.samples:
+            return contextlib.nullcontext()
+        dims, tensors = self._batch_dims(), flatten_call(*self._call).tensors
+        return symbolic_dims(tensors, [dims.get(id(tensor)) for tensor in tensors])
 
     def check(self, plan: Plan) -> None:
         """Raise `PassError` if the user has frozen everything that is selected: nothing would be trained."""

@@ -19,6 +19,7 @@ from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import GraphoptError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend
 from graphopt.frontend.region import Region, region_of, training_graph
+from graphopt.frontend.values import Values
 from graphopt.lower import check_backend
 from graphopt.passes import Pass, Preserves
 from graphopt.planner.contraction import merge_errors
@@ -123,6 +124,7 @@ class _Host:
 
     def __init__(self, region: Region) -> None:
         self.region = region
+        self.values = Values()
 
     def names(self) -> Mapping[int, Sequence[str]]:
         """Tensors are named by where Dynamo found them."""
@@ -135,6 +137,10 @@ class _Host:
     def batch_size(self) -> int:
         """Unknown."""
         return 1
+
+    def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
+        """Unknown."""
+        return [None] * len(values)
 
     def check(self, plan: Plan) -> None:
         """Whatever is frozen is guarded by Dynamo."""

@@ -1,4 +1,4 @@
-"""Tensors of a running graph that are handed to Python as soon as they are computed."""
+"""Tensors that a running graph asks Python for, and that it hands to Python as soon as they are computed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from graphopt.errors import PassError
 from graphopt.ops.library import library
 
-Receiver = Callable[[int, Tensor], Tensor | None]
-"""Takes the number of a site and the tensor that was computed there; `exchange` returns what it returns."""
+Receiver = Callable[..., Tensor | None]
+"""Takes the number or name of a site and the tensor that was computed there; `exchange` and `fetch` return what it returns."""
 
 _receivers: dict[int, weakref.WeakMethod[Receiver]] = {}
 _numbers = itertools.count()
@@ -63,12 +64,55 @@ def gate(weight: Tensor, receiver: int, site: int) -> Tensor:
     return torch.ops.aten.alias(weight)
 
 
+def fetch(like: Tensor, receiver: int, what: str, size: list[int], dtype: torch.dtype) -> Tensor:
+    """Ask a receiver for a tensor, on the device of `like`.
+
+    Args:
+        what: the site's name.
+        size, dtype: of the tensor.
+    """
+    answer = _called(receiver)(what, like, size)
+    assert answer is not None
+    if list(answer.shape) != list(size) or answer.dtype != dtype:
+        raise PassError(f"{what} is {tuple(answer.shape)} of {answer.dtype}, where the graph has {tuple(size)} of {dtype}.")
+    return answer.detach().clone()  # compilers write to what an operator has returned once they no longer need it
+
+
+def deliver(value: Tensor, receiver: int, what: str) -> Tensor:
+    """Give a receiver a tensor of its own.
+
+    Args:
+        what: the site's name.
+    Returns:
+        Nothing of use, () float32.
+    """
+    _called(receiver)(what, value.detach().clone())
+    return torch.zeros((), device=value.device)
+
+
 library.define("gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)")
 library.impl("gate", gate, "CompositeExplicitAutograd")
 library.define("hand_over(Tensor value, Tensor token, int receiver, int site) -> Tensor")
 library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
 library.define("exchange(Tensor value, int receiver, int site, int size) -> Tensor")
 library.impl("exchange", exchange, "CompositeExplicitAutograd")
+library.define("fetch(Tensor like, int receiver, str what, int[] size, ScalarType dtype) -> Tensor")
+library.impl("fetch", fetch, "CompositeExplicitAutograd")
+library.define("deliver(Tensor value, int receiver, str what) -> Tensor")
+library.impl("deliver", deliver, "CompositeExplicitAutograd")
+
+for _operator in (torch.ops.graphopt.hand_over, torch.ops.graphopt.exchange, torch.ops.graphopt.deliver):
+    has_side_effect(_operator.default)  # no compiler may drop it
+
+
+@torch.library.register_fake("graphopt::fetch", lib=library)
+def _(like: Tensor, receiver: int, what: str, size: list[int], dtype: torch.dtype) -> Tensor:
+    return like.new_empty(size, dtype=dtype)
+
+
+@torch.library.register_fake("graphopt::deliver", lib=library)
+def _(value: Tensor, receiver: int, what: str) -> Tensor:
+    return value.new_empty((), dtype=torch.float32)
 
 
 @torch.library.register_fake("graphopt::hand_over", lib=library)

@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
 from graphopt.analysis.boundaries import Boundary, find_boundaries
 from graphopt.analysis.liveness import is_view
-from graphopt.calls import FlatInputs
 from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import no_autocast
 from graphopt.errors import GraphoptError
@@ -36,13 +35,13 @@ NOISE = 0.1
 """How far weights are moved, relative to their spread; weights that are all alike are moved by this much."""
 
 
-def mixing_reason(graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: FlatInputs) -> str:
+def mixing_reason(graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
     """Why rows of this graph's backward must not be left out, naming the operator; "" if they may.
 
     Args:
         graph: as captured, or with gradients cut.
         tensors: the model's parameters and buffers by name.
-        inputs: a batch that the graph was captured for.
+        inputs: a batch that the graph was captured for, in the order of `graph.batch_dims`.
     """
     if not graph.symbolic:
         return f"the batch is not symbolic: {graph.static_reason}"
@@ -84,11 +83,11 @@ def _mixes(graph: TrainingGraph, node: fx.Node) -> bool:
 class _Trial:
     """A few samples, and what the graph computes for them."""
 
-    def __init__(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: FlatInputs) -> None:
+    def __init__(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
         dims = graph.batch_dims
-        own = next((int(t.shape[d]) for t, d in zip(inputs.tensors, dims, strict=True) if d is not None), 0)
+        own = next((int(t.shape[d]) for t, d in zip(inputs, dims, strict=True) if d is not None), 0)
         few = min(own, MOST_ROWS) if graph.accepts(min(own, MOST_ROWS)) else own
-        rows = [t if d is None else t.detach().narrow(d, 0, few) for t, d in zip(inputs.tensors, dims, strict=True)]
+        rows = [t if d is None else t.detach().narrow(d, 0, few) for t, d in zip(inputs, dims, strict=True)]
         repeats = 2 if 2 <= few < 4 and graph.accepts(2 * few) else 1
         self.batch_size = few * repeats
         self.graph = replace(graph, batch_size=self.batch_size)
@@ -160,7 +159,9 @@ class _Trial:
         values: list[Any] = []
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
             recorded = node.meta["val"]
-            if desc.kind == "input":
+            if not isinstance(recorded, Tensor):
+                values.append(graph.at(recorded, self.batch_size))
+            elif desc.kind == "input":
                 values.append(self.inputs[desc.target].detach())
             elif desc.kind == "tangent":
                 shape = [graph.at(s, self.batch_size) for s in recorded.shape]
@@ -169,9 +170,9 @@ class _Trial:
                 values.append(self._given(part or self.first, int(recorded.shape[0]), *desc.target).to(recorded.device))
             else:
                 values.append(self.tensors[desc.target])
-        with torch.no_grad(), no_autocast(), unchanged_rng(values):
+        with torch.no_grad(), no_autocast(), unchanged_rng([v for v in values if isinstance(v, Tensor)]):
             torch.manual_seed(0)
-            results: Sequence[Any] = interpreter.run(*values)
+            results: Sequence[Any] = interpreter.run(*values, enable_io_processing=False)
         return results
 
     def _given(self, part: Sequence[int], count: int, _: int, what: str, whole: bool) -> Tensor:

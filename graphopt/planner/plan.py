@@ -193,8 +193,8 @@ class Plan:
                     graph.drop_gradient(name)
                 graph.eliminate_dead_code()
                 return graph, []
-            return replace(self, train=frozenset(kept))._rewrite(graph, graph.batch_size)
-        return self._rewrite(graph, graph.batch_size)
+            return replace(self, train=frozenset(kept)).rewrite(graph)
+        return self.rewrite(graph)
 
     def exact_selection(self) -> Plan:
         """The plan of steps that are not sampled, where these train other tensors; else the plan itself."""
@@ -238,6 +238,11 @@ class Plan:
     def samples(self) -> bool:
         """Whether a step of this plan would leave out rows of the backward; one that checks projectors never does."""
         return self.checking is None and any(isinstance(p, Vcas) and (not p.adaptive or self.ratios) for p in self.passes)
+
+    def for_batch(self, batch_size: int) -> Plan:
+        """The plan of steps of `batch_size` samples: ratios that were measured hold for one size alone."""
+        adaptive = any(isinstance(p, Vcas) and p.adaptive for p in self.passes)
+        return self.without_sampling() if adaptive and self.samples and batch_size != self.sampled_batch else self
 
     def before_sampling(self) -> Plan:
         """The plan of what runs before the sampler: rows are counted, and variances measured, on ordinary gradients."""

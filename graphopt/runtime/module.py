@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from graphopt import compat
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
-from graphopt.calls import FlatInputs, as_call, flatten_call
+from graphopt.calls import as_call, flatten_call
 from graphopt.compat.dynamo import cause_of
 from graphopt.errors import GraphoptError, first_line
 from graphopt.frontend.recording import Recording
 from graphopt.frontend.running import RegionStep, Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import GreenTrainer, Lsp, Recompute, RunLora, Vcas
+from graphopt.passes import RunLora
 from graphopt.planner.contraction import merge_errors
 from graphopt.planner.plan import Plan, Ratios
 from graphopt.planner.product_times import used_times
@@ -35,6 +35,7 @@ from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
+from graphopt.runtime.supply import Supply
 from graphopt.runtime.variants import Variants
 
 if TYPE_CHECKING:
@@ -44,23 +45,6 @@ _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-
-
-def rewrites_alone(plan: Plan, graph: TrainingGraph | None) -> bool:
-    """Whether a plan's passes only rewrite a graph, without inputs or outputs of their own."""
-    if all(type(p) in REWRITES for p in plan.passes):
-        return True
-    if graph is None or any(isinstance(p, (Lsp, Vcas)) for p in plan.passes):
-        return False
-    try:
-        rewritten = plan.rewrite(graph)[0]
-    except Exception:  # told of by the step that fails for the same reason
-        return True
-    return rewritten.inputs == graph.inputs and rewritten.outputs == graph.outputs
-
-
-REWRITES = (GreenTrainer, Recompute, RunLora)
-"""Passes of our own that only rewrite a graph."""
 
 
 class OptimizedModule(nn.Module):
@@ -90,7 +74,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_variants"] = variants
         self.__dict__["_fallback"] = Fallback(variants)
         self.__dict__["_running"] = None
-        self.__dict__["_routed"] = (None, False)
+        self.__dict__["_supply"] = Supply(plan, variants.uniforms)
         self.__dict__["_recording"] = recording
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
@@ -139,43 +123,24 @@ class OptimizedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward: same arguments, same structure of the result."""
-        model = self._model
         if not torch.is_grad_enabled():
-            return model(*args, **kwargs)
-        if self._through_torch_compile:
-            return self._compiled_step(args, kwargs)
-        if not (model.training and any(p.requires_grad for p in model.parameters())):
-            return model(*args, **kwargs)
+            return self._model(*args, **kwargs)
         if self.subspaces is not None:
             return self._compressed_step(self.subspaces, args, kwargs)
-        found = self._step(self._plan, args, kwargs)
-        if found is None:
-            return self._fallback.run_model(self, args, kwargs)
-        step, inputs = found
-        self.__dict__["_last_step"] = step
-        self._clock.tick(step)
-        return step(self.tensors(), inputs)
+        return self._planned_step(self._plan, args, kwargs)
 
     def first_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
-        model, variants, loss = self._model, self._variants, self._loss
-        if self._through_torch_compile:
-            from graphopt.frontend.against_eager import first_difference as compare
+        from graphopt.frontend.against_eager import first_difference
 
-            parts = self._recording is not None
-            return compare(model, self._graph, self._plan, args, kwargs, loss, variants.backend, variants.batch_dim, parts)
-        from graphopt.runtime.against_eager import first_difference
+        variants, parts = self._variants, self._recording is not None
+        return first_difference(
+            self._model, self._graph, self._plan, args, kwargs, self._loss, variants.backend, variants.batch_dim, parts,
+            self.subspaces,
+        )  # fmt: skip
 
-        return first_difference(model, variants, self._plan, args, kwargs, loss, self.subspaces)
-
-    @property
-    def _through_torch_compile(self) -> bool:
-        """Whether the plan is one of rewrites alone, which torch.compile runs with its own front end."""
-        if self._plan is not self._routed[0]:
-            self.__dict__["_routed"] = self._plan, self._recording is not None or rewrites_alone(self._plan, self._graph)
-        return self._routed[1]
-
-    def _compiled_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _planned_step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A step under a plan; the model itself where torch.compile fails."""
         if self._running is None:
             me = weakref.ref(self)
             self.__dict__["_running"] = Running(
@@ -188,10 +153,11 @@ class OptimizedModule(nn.Module):
                 self._variants.batch_dim,
                 self._fullgraph,
                 self._recording is not None,
+                self._supply,
             )
         running: Running = self._running
         try:
-            output = running(self._plan, args, kwargs)
+            output = running(plan, args, kwargs)
         except Exception as error:
             if not compat.is_compile_error(error):
                 raise
@@ -199,31 +165,15 @@ class OptimizedModule(nn.Module):
             output = self._fallback.run_model(self, args, kwargs)
             self.note(f"a step could not be compiled ({first_line(cause_of(error))}); the model itself, uncompiled, runs instead")
             return output
-        if self._plan.memory is not None and running.step is not None:
+        if plan.memory is not None and running.step is not None:
             inputs = flatten_call(args, kwargs)
             told = self._memory.warning(running.step, inputs, self._graph, lambda: self._variants.captured(args, kwargs))
             if told is not None:
                 self.note(told)
-        self.__dict__["_last_step"] = running.step
+        if plan.checking is None:
+            self.__dict__["_last_step"] = running.step
         self._clock.tick(running.step)
         return output
-
-    def _step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CompiledStep, FlatInputs] | None:
-        """The step for a call under `plan`, or what stands in for it; None: the model itself. See `Fallback`."""
-        found = self._fallback.step(plan, args, kwargs)
-        if found is None:
-            self.__dict__["_last_step"] = None
-        elif found[0].plan.train != plan.train:  # the last selection stays, for all shapes
-            last = found[0].plan
-            kept = replace(self._plan, train=last.train, selection=last.selection, importance=last.importance)
-            if self._plan.unsampled is not None or last.unsampled is not None:
-                kept = replace(kept, ratios=last.ratios, sampled_batch=last.sampled_batch, unsampled=last.unsampled)
-            self._install(kept, self._graph, self.flops)
-        if found is not None and found[0] is not self._last_step:
-            told = self._memory.warning(*found, self._graph, lambda: self._variants.captured(args, kwargs))
-            if told is not None:
-                self.note(told)
-        return found
 
     def _compressed_step(self, subspaces: Subspaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step that compresses gradients; now and then one that looks whether the projectors still represent them."""
@@ -235,21 +185,14 @@ class OptimizedModule(nn.Module):
         parameters = {**dict(self._model.named_parameters(remove_duplicate=False))}
         subspaces.follow_cleared_gradients([parameters[n] for n in self.selected if n not in subspaces.weights])
         checking = subspaces.due()
-        plan = replace(self._plan, checking=subspaces.receiver) if checking else self._plan
-        found = self._step(plan, args, kwargs)
-        subspaces.forwards += 1
-        if found is None:
-            return self._fallback.run_model(self, args, kwargs)  # hooks compress the gradients of the weights themselves
-        step, inputs = found
-        if step.plan.checking is not None or step.plan.passes != plan.passes:  # its weights have no gates that wait
+        if checking:  # its weights have no gates that wait
             subspaces.synchronize()
-        if step.plan.checking is None:
-            self.__dict__["_last_step"] = step
-        elif not step.graph.compressed:
+        subspaces.forwards += 1
+        output = self._planned_step(replace(self._plan, checking=subspaces.receiver) if checking else self._plan, args, kwargs)
+        step = self._running.step
+        if checking and step is not None and not step.graph.compressed:
             subspaces.nothing_to_check()
-        self._clock.tick(step)
-        tensors = self.tensors()
-        return step(tensors, inputs, subspaces.given(tensors))
+        return output
 
     @property
     def subspaces(self) -> Subspaces | None:
@@ -259,6 +202,7 @@ class OptimizedModule(nn.Module):
     def compress(self, subspaces: Subspaces) -> None:
         """Have this model's gradients compressed."""
         self.__dict__["_subspaces"] = subspaces
+        self._supply.subspaces = subspaces
         self.__dict__["_plan"] = replace(self._plan, offload=subspaces.offload)
 
     def make_optimizer(self, make: OptimizerType, params: Any = None, **options: Any) -> torch.optim.Optimizer:

@@ -41,8 +41,7 @@ class CompressedWeight:
         gathered: sum of the full gradients of a check under way, on the host; None: none yet.
         moments: second moments of the same, by which new projectors are learned; None: none yet.
         batches: how many those are.
-        inputs: the projectors as a compiled step reads them; changed in place, so that autograd refuses a backward whose forward
-            saw others.
+        inputs: the projectors as a compiled step reads them.
     """
 
     name: str
@@ -62,11 +61,19 @@ class CompressedWeight:
     def install(self, subspace: Subspace) -> None:
         """Put a subspace in force."""
         self.subspace, self.next = subspace, None
-        for desc, value in given_inputs(self.name, subspace).items():
-            if desc in self.inputs and self.inputs[desc].device == value.device:
-                self.inputs[desc].copy_(value)
-            else:
-                self.inputs[desc] = value.clone()
+        self.inputs = given_inputs(self.name, subspace)
+
+    def follow(self, device: torch.device) -> None:
+        """Be on the device that the weight was moved to."""
+        variable = self.variable
+        if variable.device == device:
+            return
+        gradient, variable.grad = variable.grad, None
+        variable.data = torch.zeros((), dtype=variable.dtype, device=device).expand(variable.shape)
+        variable.grad = None if gradient is None else gradient.to(device)
+        subspace = self.subspace.to(device, variable.dtype)
+        if subspace is not self.subspace:
+            self.install(subspace)
 
     def replace(self, subspace: Subspace, unseen: Tensor) -> None:
         """Put a subspace in force, and carry over what is kept in the old one."""
@@ -119,19 +126,24 @@ class Subspaces:
     def _drawn(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Subspace:
         return draw_subspace(shape, self.rewrite.subspace, self.rewrite.nonzeros, self.generator).to(device, dtype)
 
-    def given(self, tensors: Mapping[str, Tensor]) -> dict[InputDesc, Tensor]:
-        """What a compiled step reads; follows weights that were moved to another device."""
-        found: dict[InputDesc, Tensor] = {}
-        for name, compressed in self.weights.items():
-            variable, device = compressed.variable, tensors[name].device
-            if variable.device != device:
-                variable.data = torch.zeros((), dtype=variable.dtype, device=device).expand(variable.shape)
-                subspace = compressed.subspace.to(device, variable.dtype)
-                if subspace is not compressed.subspace:
-                    compressed.install(subspace)
-            found |= compressed.inputs
-            found[InputDesc("compressed", name)] = variable
-        return found
+    def projector(self, desc: InputDesc, device: torch.device) -> Tensor:
+        """What a compiled step reads of a weight's projectors."""
+        compressed = self.weights[desc.target.weight]
+        compressed.follow(device)
+        return compressed.inputs[desc]
+
+    @torch.no_grad()
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """A backward has computed a compressed gradient, in a tensor of our own; those that no optimizer steps are dropped."""
+        compressed = self.weights[name]
+        variable = compressed.variable
+        if not variable.requires_grad:
+            return
+        compressed.follow(gradient.device)
+        if variable.grad is None:
+            variable.grad = gradient
+        else:
+            variable.grad.add_(gradient)
 
     def due(self) -> bool:
         """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
@@ -175,6 +187,7 @@ class Subspaces:
         what is learned comes into force after the step.
         """
         compressed = self.weights[self.names[site]]
+        compressed.follow(gradient.device)
         exact = gradient.detach().to(compressed.variable.dtype)
         largest = exact.abs().max()
         if bool(torch.isfinite(largest)):

@@ -151,7 +151,7 @@ class Variants:
                 **dict(self.model.named_parameters(remove_duplicate=False)),
                 **dict(self.model.named_buffers(remove_duplicate=False)),
             }
-            reason = mixing_reason(plan.before_sampling().rewrite(graph)[0], tensors, inputs)
+            reason = mixing_reason(plan.before_sampling().rewrite(graph)[0], tensors, inputs.tensors)
             self._verdicts.put(key, reason)
             if reason:
                 logger.warning("the backward is not sampled: %s", reason)

@@ -54,7 +54,7 @@ def reason(model: nn.Module, inputs: Any) -> str:
     args, kwargs = as_call(inputs)
     graph = capture_to_run(model, args, kwargs)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    return mixing_reason(graph, tensors, flatten_call(args, kwargs))
+    return mixing_reason(graph, tensors, flatten_call(args, kwargs).tensors)
 
 
 def batch(size: int = 8) -> tuple[Tensor, Tensor]:
