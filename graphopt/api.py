@@ -49,11 +49,11 @@ from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_de
 from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import resolve_passes
 from graphopt.planner.rating import rate_tensors
+from graphopt.runtime.captures import Captures
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.sampling import IdleController, SamplingController
 from graphopt.runtime.subspaces import Subspaces
-from graphopt.runtime.variants import Variants
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ def optimize(
     args, kwargs = as_call(example_inputs)
     _require_storage(model)
     _require_one_replica(model)
-    variants = Variants(model, batch_dim, backend)
+    captures = Captures(model, batch_dim, backend)
     with _training_mode(model):
         start = time.perf_counter()
         try:
-            trace = functools.partial(variants.captured, args, kwargs)
+            trace = functools.partial(captures.graph, args, kwargs)
             graph, recording = _training_graph(model, trace, args, kwargs, batch_dim, fullgraph)
         except NothingToPlan as nothing:
             if passes != "auto" and chosen:
@@ -121,8 +121,8 @@ def optimize(
         if compression is not None:
             plan = replace(plan, compressed=compressed_weights(plan, compression, graph))
         if any(isinstance(p, Vcas) for p in plan.passes):
-            plan = check_sampling(plan, graph, variants.mixing(plan, args, kwargs))
-    opt = OptimizedModule(model, variants, graph, plan, loss, time.perf_counter() - start - capture_seconds, recording, fullgraph)
+            plan = check_sampling(plan, graph, captures.mixing(plan, args, kwargs))
+    opt = OptimizedModule(model, captures, graph, plan, loss, time.perf_counter() - start - capture_seconds, recording, fullgraph)
     if recording is not None:
         for told in (*recording.unplanned, _left_to_eager_mode(model, graph)):
             if told:
@@ -185,7 +185,7 @@ def _training_graph(
 def _analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
     """The joint graph of a model that is not held by it."""
     trace = functools.partial(capture, model, args, kwargs, batch_dim)
-    return replace(_training_graph(model, trace, args, kwargs, batch_dim)[0], state=None)
+    return _training_graph(model, trace, args, kwargs, batch_dim)[0]
 
 
 def _left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:

@@ -61,7 +61,6 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     batch_dim: BatchDim = 0,
-    known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """Trace one training step's forward and backward of `model(*args, **kwargs)`.
 
@@ -69,8 +68,6 @@ def capture(
         model: in the mode (train or eval, per module) that is to be captured; real, fake or meta tensors.
         args, kwargs: example arguments; tensors of any batch size.
         batch_dim: see `BatchDim`.
-        known: graphs of such calls while the model's Python state was another: if it makes no difference, one of them is returned
-            with the state of now.
     Returns:
         The joint graph, with `batch_size` that of the example.
     Raises:
@@ -79,16 +76,10 @@ def capture(
     """
     compat.require_supported_torch()
     with TRACING:
-        return _capture(model, args, kwargs or {}, batch_dim, known)
+        return _capture(model, args, kwargs or {}, batch_dim)
 
 
-def _capture(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    batch_dim: BatchDim,
-    known: Sequence[TrainingGraph],
-) -> TrainingGraph:
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> TrainingGraph:
     inputs = flatten_call(args, kwargs)
     dims = batch_dims_of(inputs, batch_dim)
     batch_size = batch_size_of(inputs, dims)
@@ -99,35 +90,29 @@ def _capture(
     model, tensors = _without_storage(model, inputs.tensors)
     with unchanged_rng(tensors), no_generation_cache(model):
         if batch_size is None:
-            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension", known)
+            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
         if batch_size == 0:
             raise InputError("the batch is empty: pass at least one sample.")
         reason = ""
         for repeats in _repeats(model, tensors, dims, batch_size):
             try:
-                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None, known)
+                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None)
             except compat.BatchSpecialised as error:
                 reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
-        return _trace(model, inputs, tensors, dims, batch_size, reason, known)
+        return _trace(model, inputs, tensors, dims, batch_size, reason)
 
 
-def capture_to_run(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    batch_dim: BatchDim = 0,
-    known: Sequence[TrainingGraph] = (),
-) -> TrainingGraph:
+def capture_to_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim = 0) -> TrainingGraph:
     """`capture`, but always a graph that can run the batch at hand.
 
     torch traces a symbolic batch as "2 or more", because a size of 1 broadcasts: a batch of 1 gets a static graph.
     """
-    graph = capture(model, args, kwargs, batch_dim, known)
+    graph = capture(model, args, kwargs, batch_dim)
     inputs = flatten_call(args, kwargs)
     batch_size = batch_size_of(inputs, graph.batch_dims)
     if batch_size is None or graph.accepts(batch_size):
         return graph
-    static = capture(model, args, kwargs, None, known=known)
+    static = capture(model, args, kwargs, None)
     return replace(static, batch_size=batch_size, batch_dims=graph.batch_dims, static_reason=f"a batch of {batch_size}")
 
 
@@ -138,7 +123,6 @@ def _trace(
     dims: Sequence[int | None],
     batch_size: int,
     static_reason: str | None,
-    known: Sequence[TrainingGraph] = (),
 ) -> TrainingGraph:
     """One attempt: a symbolic batch if `static_reason` is None, else a static graph."""
     tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
@@ -147,10 +131,7 @@ def _trace(
             if dim is not None:
                 compat.mark_batch_symbolic(tensor, dim)
     call = Call(model, inputs)
-    traced, state = compat.dynamo_capture(call, tensors, _CACHE)
-    for other in known:
-        if state is not None and other.state is not None and state.same_trace(other.state):
-            return replace(other, state=state)
+    traced = compat.dynamo_capture(call, tensors)
     with contextlib.ExitStack() as stack:
         try:
             export = compat.export_joint(stack, traced, tensors)
@@ -178,7 +159,6 @@ def _trace(
             raise compat.BatchSpecialised("some inputs' batch became a constant")
     graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
     normalise(graph)
-    graph.state = state
     return graph
 
 

@@ -23,12 +23,9 @@ from graphopt.report.summary import Report
 
 if TYPE_CHECKING:
     from graphopt.frontend.running import RegionStep
-    from graphopt.runtime.compiled_step import CompiledStep
 
 
-def dump(
-    directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | RegionStep | None
-) -> list[Path]:
+def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> list[Path]:
     """Write every artifact to `directory`, which is made if need be.
 
     Args:
@@ -49,9 +46,7 @@ def dump(
     return written
 
 
-def artifacts(
-    graph: TrainingGraph, plan: Plan, report: Report, step: CompiledStep | RegionStep | None
-) -> Iterator[tuple[str, str]]:
+def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> Iterator[tuple[str, str]]:
     """(file name, text) of every artifact."""
     stage = 0
     before = readable(graph)

@@ -22,7 +22,6 @@ from graphopt.compat import (
     JointExport,
     OutputAlias,
     OutputDesc,
-    PythonState,
     expression,
     graph_module,
     has_effect,
@@ -65,7 +64,6 @@ class TrainingGraph:
         batch_size: the batch of the example inputs.
         static_reason: why the batch is not symbolic, or "".
         refused: outputs whose gradient this graph cannot take, although the model's own backward could.
-        state: the Python state of the model that the trace depends on; None where it was not recorded.
         sizes: values of the other symbols in the graph's shapes, by which FLOPs and bytes are counted.
     """
 
@@ -83,7 +81,6 @@ class TrainingGraph:
     minimum_batch: int = 1
     refused: tuple[OutputDesc, ...] = ()
     notes: list[str] = field(default_factory=list)
-    state: PythonState | None = field(default=None, repr=False, compare=False)
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property

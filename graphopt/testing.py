@@ -23,7 +23,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
 from graphopt.passes import Pass, PassReport, Preserves, run_pass
 from graphopt.passes.base import Projected
-from graphopt.runtime.compiled_step import graph_inputs
+from graphopt.runtime.measuring import graph_inputs
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
 from graphopt.tangents import expected_results

@@ -55,7 +55,6 @@ from graphopt.compat.joint import (
     export_joint as export_joint,
     mark_batch_symbolic as mark_batch_symbolic,
 )
-from graphopt.compat.python_state import PythonState as PythonState
 from graphopt.compat.recompute import (
     RECOMPUTE as RECOMPUTE,
     SAVE as SAVE,

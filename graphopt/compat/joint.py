@@ -7,16 +7,14 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
-from graphopt.compat.python_state import PythonState, recorded_state
 from graphopt.errors import CaptureError
 
 
@@ -93,11 +91,8 @@ def mark_batch_symbolic(tensor: Tensor, dim: int) -> None:
             torch._dynamo.mark_static(tensor, other)
 
 
-def dynamo_capture(module: nn.Module, args: Sequence[Tensor], overridden: str) -> tuple[fx.GraphModule, PythonState | None]:
-    """Trace `module(*args)` to one FX graph, without running it; and the Python state that the graph depends on.
-
-    Args:
-        overridden: see `recorded_state`.
+def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace `module(*args)` to one FX graph, without running it.
 
     Raises:
         BatchSpecialised: a dimension marked by `mark_batch_symbolic` was fixed by the model's code.
@@ -111,7 +106,6 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor], overridden: str) -
     with (
         warnings.catch_warnings(),
         _intermediates_that_require_grad(),
-        recorded_state(module, overridden) as recorded,
         torch._dynamo.config.patch(
             ignore_logging_functions=set() if warn_once is None else {warn_once},
             allow_rnn=True,
@@ -119,7 +113,6 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor], overridden: str) -
             automatic_dynamic_shapes=False,
         ),
     ):
-        # See `PythonState.replay` for attributes that forward() sets.
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
         was_disabled, metrics.disabled = metrics.disabled, True  # torch 2.11 cannot log the setting above, and says so
         try:
@@ -136,20 +129,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor], overridden: str) -
         part = getattr(graph, name, None)
         if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope
             part.f_globals = {**vars(builtins), **part.f_globals}
-    state = recorded.state
-    if state is not None:
-        state = replace(state, trace=f"{state.trace} {_structure(graph, args)}")
-    return graph, state
-
-
-def _structure(graph: fx.GraphModule, args: Sequence[Tensor]) -> str:
-    """What the traced call returns: the tree, which output of the graph is at which leaf, and the leaves that are none."""
-    outputs: Any = graph.graph.output_node().args[0]
-    values = tuple(node.meta.get("example_value") if isinstance(node, fx.Node) else node for node in outputs)
-    build: Any = graph._dynamo_bytecode_unflatten
-    leaves, spec = pytree.tree_flatten(build(values, tuple(args)))
-    positions = {id(value): i for i, value in enumerate(values) if isinstance(value, Tensor)}
-    return f"{spec} {[positions.get(id(leaf), repr(type(leaf)) if isinstance(leaf, Tensor) else repr(leaf)) for leaf in leaves]}"
+    return graph
 
 
 def _intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:

@@ -234,9 +234,7 @@ class PlanBackend:
         changes = bool(self.plan.passes)
         return Hooks(rewrite if changes else None, see, halves, failed, self._key(found.region, host), self.plan.samples)
 
-    def _rewritten(
-        self, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]
-    ) -> TrainingGraph:
+    def _rewritten(self, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
         """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
         plan = self.plan
         if plan.samples:
@@ -294,9 +292,7 @@ class _Made:
     sources: Sequence[tuple[int, tuple[int, ...]]]
 
 
-def _unsampled(
-    plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]
-) -> str:
+def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]) -> str:
     """Why rows of a region's backward must not be left out; "" if they may.
 
     Args:

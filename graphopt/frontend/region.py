@@ -84,7 +84,7 @@ def training_graph(
     Args:
         num_forward: how many of its outputs are the forward's.
         batch_size: samples in the call for which it was traced.
-        dims: per placeholder of Dynamo's graph, the dimension that is the batch; where all of them are symbols, the graph's shapes
+        dims: per placeholder of Dynamo's graph, the dimension that is the batch; where all are symbols, the graph's shapes
             are formulas of the batch.
     """
     inputs, outputs = describe_joint(joint, num_forward)
@@ -124,9 +124,9 @@ def _have_symbolic_batch(graph: TrainingGraph, dims: Sequence[int | None]) -> No
         value = node.meta.get("val")
         if isinstance(value, SymInt) and node.users and expression(value) in inputs:
             with graph.graph.inserting_before(anchor):
-                size = graph.graph.call_function(aten.sym_size.int, inputs[expression(value)])
-            size.meta = {"val": value}
-            node.replace_all_uses_with(size)
+                read = graph.graph.call_function(aten.sym_size.int, inputs[expression(value)])
+            read.meta = {"val": value}
+            node.replace_all_uses_with(read)
     graph.batch_dims = tuple(dims)
     if symbols and all(s.is_Symbol for s in symbols):
         graph.symbols, graph.static_reason, graph.minimum_batch = frozenset(symbols), "", 2

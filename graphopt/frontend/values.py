@@ -79,16 +79,16 @@ class Values:
         graph.inputs = tuple(desc for desc in graph.inputs if desc not in added)
         outputs: list[OutputDesc] = []
         results: list[fx.Node | None] = []
-        for position, (desc, result) in enumerate(zip(graph.outputs, graph.results, strict=True)):
-            if desc.kind == "slot" and position >= num_outputs:
-                if result is not None and desc.target != TOKEN:
-                    self._insert_deliver(graph, desc, result)
+        for position, (made, result) in enumerate(zip(graph.outputs, graph.results, strict=True)):
+            if made.kind == "slot" and position >= num_outputs:
+                if result is not None and made.target != TOKEN:
+                    self._insert_deliver(graph, made, result)
                 continue
-            if desc.kind == "gradient" and desc.target.kind not in OWN:
+            if made.kind == "gradient" and made.target.kind not in OWN:
                 if result is not None:
-                    self._insert_deliver(graph, desc.target, result)
-                desc, result = OutputDesc("gradient", InputDesc("parameter", desc.target.target)), None
-            outputs.append(desc)
+                    self._insert_deliver(graph, made.target, result)
+                made, result = OutputDesc("gradient", InputDesc("parameter", made.target.target)), None
+            outputs.append(made)
             results.append(result)
         graph.outputs = tuple(outputs)
         graph.graph.output_node().args = (tuple(results),)

@@ -1,4 +1,4 @@
-"""Padding to few lengths, because every length of sequence is a capture of its own."""
+"""Padding to few lengths, so that little is compiled and no batch has a length of its own."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from graphopt.errors import InputError
-from graphopt.runtime.variants import CAPTURE_LIMIT
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Lengths that batches are padded to by default: at most twice the work, and as many as there are captures."""
+"""Lengths that batches are padded to by default: at most twice the work."""
 
 
 def bucketed(collator: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[Sequence[Any]], Any]:
@@ -21,7 +20,7 @@ def bucketed(collator: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[Seque
 
     Args:
         collator: one with `pad_to_multiple_of`, such as transformers' `DataCollatorWithPadding`; it is not changed.
-        lengths: in tokens; at most as many as graphopt keeps captures (8).
+        lengths: in tokens.
     Raises:
         InputError: another kind of collator, or lengths that are not that.
     """
@@ -30,8 +29,8 @@ def bucketed(collator: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[Seque
             f"{getattr(collator, '__name__', type(collator).__name__)} has no pad_to_multiple_of, by which batches are padded "
             "to given lengths: use one of transformers' padding collators, such as DataCollatorWithPadding(tokenizer)."
         )
-    if not lengths or len(lengths) > CAPTURE_LIMIT or any(not isinstance(n, int) or n < 1 for n in lengths):
-        raise InputError(f"lengths={lengths!r} must be 1 to {CAPTURE_LIMIT} positive numbers of tokens.")
+    if not lengths or any(not isinstance(n, int) or n < 1 for n in lengths):
+        raise InputError(f"lengths={lengths!r} must be positive numbers of tokens.")
     return _Bucketed(collator, tuple(sorted(set(lengths))))
 
 

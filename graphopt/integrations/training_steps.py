@@ -26,7 +26,6 @@ from graphopt.planner.rating import measures_gradients
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.plain_values import from_plain, to_plain
-from graphopt.runtime.variants import CAPTURE_LIMIT
 
 ATTEMPTS = 3
 """How many kinds of batches may fail before everything is left to the original forward."""
@@ -162,12 +161,6 @@ class TrainingSteps:
         if opt is None:
             opt = self._first(batch, kind)
         if opt is None:
-            return None
-        if opt.counters.captures >= CAPTURE_LIMIT and not opt.is_captured(batch):
-            self.warn(
-                f"the model was captured {CAPTURE_LIMIT} times, for as many shapes of batches; further shapes are computed "
-                "uncompiled. Pad to fewer lengths: graphopt.integrations.trainer.bucketed(collator)."
-            )
             return None
         args, kwargs = as_call(batch)
         stood_in = opt.model_runs

@@ -14,7 +14,6 @@ from graphopt.frontend.running import RegionStep
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 from graphopt.planner.step_time import step_seconds
-from graphopt.runtime.compiled_step import CompiledStep
 
 UNUSED = {
     "greentrainer": "everything is trained within the budget",
@@ -76,7 +75,7 @@ def summarise(
     peak_bytes: int | None,
     variance: float,
     clock: StepClock,
-    step: CompiledStep | RegionStep | None = None,
+    step: RegionStep | None = None,
     fuses: bool = False,
 ) -> PlanSummary:
     """Gather a summary.

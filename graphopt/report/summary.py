@@ -16,8 +16,7 @@ from graphopt.planner.contraction import Choice
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
 from graphopt.report.selection import SelectionSummary, selection_lines, summarise_selection
-from graphopt.runtime.compiled_step import CompiledStep
-from graphopt.runtime.variants import Variants
+from graphopt.runtime.captures import Captures
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import IdleController, SamplingController
@@ -173,8 +172,8 @@ def make_report(
     graph: TrainingGraph,
     flops: FlopProfile,
     plan: Plan,
-    variants: Variants,
-    step: CompiledStep | RegionStep | None,
+    captures: Captures,
+    step: RegionStep | None,
     select_seconds: float,
     controller: SamplingController | IdleController | None = None,
     subspaces: Subspaces | None = None,
@@ -203,7 +202,7 @@ def make_report(
         rest = "" if inexact else "; the others' gradients are exact"
         approximations.append(f"{len(cut)} tensors are not trained (their gradient is None){rest}")
     approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
-    counters = variants.counters
+    counters = captures.counters
     choices = [choice for report in reports for choice in report.choices]
     if choices and graph.symbolic:  # a graph that runs may have numbers for sizes, which cross nothing
         planned = {c.layer: c for r in plan.rewrite(graph, size)[1] for c in r.choices if isinstance(c, Choice)}
@@ -226,7 +225,7 @@ def make_report(
         peak = plan.memory.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
     last = controller.history[-1] if controller is not None and controller.history else None
     variance = last.rows_variance + last.tokens_variance if last is not None else 0.0
-    summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock(), step, variants.backend == "inductor")
+    summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock(), step, captures.backend == "inductor")
     return Report(
         budget=plan.budget.stated(),
         passes=[p.name for p in plan.passes if p.name not in summary.not_needed],
@@ -246,7 +245,7 @@ def make_report(
         solver=plan.selection.solver if plan.selection else "",
         batch="symbolic (any size)" if graph.symbolic else f"fixed: {graph.static_reason}",
         device=next((str(n.meta["val"].device) for n in graph.placeholders), "cpu"),
-        backend=variants.backend if isinstance(variants.backend, str) else getattr(variants.backend, "__name__", "callable"),
+        backend=captures.backend if isinstance(captures.backend, str) else getattr(captures.backend, "__name__", "callable"),
         captures=counters.captures,
         compilations=counters.compilations,
         capture_seconds=counters.capture_seconds,

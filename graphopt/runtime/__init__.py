@@ -1,1 +1,1 @@
-"""Running an optimised model: the module, its compiled variants, and controllers."""
+"""Running an optimised model: the module, its compiled captures, and controllers."""

@@ -15,7 +15,7 @@ from graphopt.capture import unchanged_rng
 from graphopt.loss import LossFunction
 from graphopt.planner.sample_ratios import Calibration, Norms, SampleRatios
 from graphopt.probe import Probe
-from graphopt.runtime.compiled_step import MeasuringStep
+from graphopt.runtime.measuring import MeasuringStep
 
 ENTRIES, FEWEST_ENTRIES = 0.01, 64
 """Part of each gradient's entries that variances are measured on, and the least number of them."""

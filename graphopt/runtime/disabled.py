@@ -23,11 +23,11 @@ from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
+from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
 from graphopt.runtime.sampling import IdleController
-from graphopt.runtime.variants import Variants
 
 VARIABLE = "GRAPHOPT_DISABLE"
 """The environment variable that switches every optimisation off, unless it is empty or 0."""
@@ -56,7 +56,7 @@ class DisabledModule(OptimizedModule):
             reason: for the report.
             compiles: the model runs as torch.compile has it, for want of anything that could be planned.
         """
-        super().__init__(model, Variants(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
+        super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
         self.__dict__["_running"] = Running(model, backend, Counters(), (), self.note, lambda: None) if compiles else None
         if budget.variance is not None:
@@ -91,7 +91,7 @@ class DisabledModule(OptimizedModule):
     def report(self) -> Report:
         """That nothing was done, and why; FLOPs are not counted (0)."""
         trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        backend = self._variants.backend
+        backend = self._captures.backend
         how = "uncompiled" if self._running is None else "as torch.compile has it"
         return Report(
             budget=self._plan.budget.stated(), passes=[], approximations=[], trained=len(trained), trainable=len(trained),

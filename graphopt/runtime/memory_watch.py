@@ -12,7 +12,6 @@ from graphopt.calls import FlatInputs, batch_size_of
 from graphopt.errors import InputError, first_line
 from graphopt.frontend.running import RegionStep
 from graphopt.graph import TrainingGraph
-from graphopt.runtime.compiled_step import CompiledStep
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ class MemoryWatch:
         self._seen: set[tuple[torch.Size, ...]] = set()
 
     def warning(
-        self, step: CompiledStep | RegionStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
+        self, step: RegionStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
     ) -> str | None:
         """What to tell of a step that needs more memory than its plan's budget allows; None where there is nothing new to tell.
 

@@ -27,16 +27,16 @@ from graphopt.planner.plan import Plan, Ratios
 from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
-from graphopt.runtime.compiled_step import CompiledStep, MeasuringStep
+from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.measuring import MeasuringStep
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.supply import Supply
-from graphopt.runtime.variants import Variants
 
 if TYPE_CHECKING:
     from graphopt.runtime.sampling import IdleController, SamplingController
@@ -58,7 +58,7 @@ class OptimizedModule(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        variants: Variants,
+        captures: Captures,
         graph: TrainingGraph,
         plan: Plan,
         loss: LossFunction | None = None,
@@ -71,10 +71,10 @@ class OptimizedModule(nn.Module):
         for name in _SHARED:
             if name in model.__dict__:
                 self.__dict__[name] = model.__dict__[name]
-        self.__dict__["_variants"] = variants
-        self.__dict__["_fallback"] = Fallback(variants)
+        self.__dict__["_captures"] = captures
+        self.__dict__["_fallback"] = Fallback(model)
         self.__dict__["_running"] = None
-        self.__dict__["_supply"] = Supply(plan, variants.uniforms)
+        self.__dict__["_supply"] = Supply(plan, captures.uniforms)
         self.__dict__["_recording"] = recording
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
@@ -133,9 +133,9 @@ class OptimizedModule(nn.Module):
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
         from graphopt.frontend.against_eager import first_difference
 
-        variants, parts = self._variants, self._recording is not None
+        captures, parts = self._captures, self._recording is not None
         return first_difference(
-            self._model, self._graph, self._plan, args, kwargs, self._loss, variants.backend, variants.batch_dim, parts,
+            self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim, parts,
             self.subspaces,
         )  # fmt: skip
 
@@ -145,12 +145,12 @@ class OptimizedModule(nn.Module):
             me = weakref.ref(self)
             self.__dict__["_running"] = Running(
                 self._model,
-                self._variants.backend,
+                self._captures.backend,
                 self.counters,
                 [p.name for p in self._graph.parameters],
                 self._fallback.note,
                 lambda: self._fallback.drop_unselected(me()),
-                self._variants.batch_dim,
+                self._captures.batch_dim,
                 self._fullgraph,
                 self._recording is not None,
                 self._supply,
@@ -167,7 +167,7 @@ class OptimizedModule(nn.Module):
             return output
         if plan.memory is not None and running.step is not None:
             inputs = flatten_call(args, kwargs)
-            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._variants.captured(args, kwargs))
+            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.graph(args, kwargs))
             if told is not None:
                 self.note(told)
         if plan.checking is None:
@@ -273,11 +273,7 @@ class OptimizedModule(nn.Module):
     @property
     def counters(self) -> Counters:
         """How often the model was captured and a step compiled."""
-        return self._variants.counters
-
-    def is_captured(self, batch: Any) -> bool:
-        """Whether a step of `batch` needs no new capture."""
-        return self._variants.is_captured(*as_call(batch))
+        return self._captures.counters
 
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Rate tensors again and change the selection if that gains enough.
@@ -297,7 +293,7 @@ class OptimizedModule(nn.Module):
             optimizer = None  # it steps compressed gradients, by which tensors are not rated
         plan = self._plan.exact_selection()
         selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
-        now = InForce(self._model, self._variants, plan, selected, self._graph, self.flops, self._loss)
+        now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds
         if new is not None:
@@ -330,8 +326,8 @@ class OptimizedModule(nn.Module):
     def sampled_flops(self, ratios: Ratios, batch: Any) -> float:
         """FLOPs of a step of `batch` with these ratios, as a part of those without sampling."""
         args, kwargs = as_call(batch)
-        graph = self._variants.captured(args, kwargs)
-        size = self._variants.batch_size(args, kwargs)
+        graph = self._captures.graph(args, kwargs)
+        size = self._captures.batch_size(args, kwargs)
         plan = replace(self._plan, ratios=ratios, sampled_batch=size)
         return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
@@ -347,7 +343,7 @@ class OptimizedModule(nn.Module):
             self.subspaces.synchronize()  # it reads the weights
         args, kwargs = as_call(batch)
         plan = self._plan.before_sampling()
-        return self._variants.measuring_step(plan if train is None else replace(plan, train=train), args, kwargs, seed)
+        return self._captures.measuring_step(plan if train is None else replace(plan, train=train), args, kwargs, seed)
 
     def adopt(self, plan: Plan) -> None:
         """Put a plan in force for the same captured graph, such as with another selection."""
@@ -355,12 +351,12 @@ class OptimizedModule(nn.Module):
 
     def mixing_under(self, plan: Plan, batch: Any) -> str:
         """Why the backward of such a batch cannot be sampled under a plan; "" if it can."""
-        return self._variants.mixing(plan, *as_call(batch))
+        return self._captures.mixing(plan, *as_call(batch))
 
     def captured(self, batch: Any) -> tuple[TrainingGraph, int]:
         """The joint graph for such a batch, and the batch's size."""
         args, kwargs = as_call(batch)
-        return self._variants.captured(args, kwargs), self._variants.batch_size(args, kwargs)
+        return self._captures.graph(args, kwargs), self._captures.batch_size(args, kwargs)
 
     def recheck_merges(self) -> bool:
         """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).
@@ -428,7 +424,7 @@ class OptimizedModule(nn.Module):
     def _parts(self) -> dict[str, Stateful | None]:
         """Everything but the plan that has a state."""
         return {
-            "variants": self._variants,
+            "captures": self._captures,
             "subspaces": self.subspaces,
             "sampling": self.controller,
             "controllers": self.controllers,
@@ -448,7 +444,7 @@ class OptimizedModule(nn.Module):
             self._graph,
             self.flops,
             self._plan,
-            self._variants,
+            self._captures,
             self._last_step,
             self._select_seconds,
             self.controller,
@@ -463,7 +459,7 @@ class OptimizedModule(nn.Module):
         return self._fallback.model_runs
 
     @property
-    def last_step(self) -> CompiledStep | RegionStep | None:
+    def last_step(self) -> RegionStep | None:
         """The compiled step that ran last; None before the first."""
         return self._last_step
 

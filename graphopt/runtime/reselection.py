@@ -21,7 +21,7 @@ from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan
 from graphopt.planner.rating import rate_tensors
-from graphopt.runtime.variants import Variants
+from graphopt.runtime.captures import Captures
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class InForce:
     """
 
     model: nn.Module
-    variants: Variants
+    captures: Captures
     plan: Plan
     selected: frozenset[str]
     graph: TrainingGraph
@@ -85,7 +85,7 @@ def select_anew(
     if now.plan.selection is None or now.plan.budget.flops is None:
         return Reselection(False, 0.0, time.perf_counter() - start), None
     try:
-        graph = now.variants.captured(args, kwargs)
+        graph = now.captures.graph(args, kwargs)
         profile = now.profile if graph is now.graph else flop_profile(graph)
         limit = FlopsLimit(now.plan, graph, profile)
         names = limit.reachable()
@@ -115,8 +115,8 @@ def select_anew(
             gain = _gain(importance.of(plan.train or known), current)
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
                 return Reselection(False, gain, seconds), None
-        plan = _unsampled(plan, now.variants, graph, args, kwargs)
-        plan.rewrite(graph, now.variants.batch_size(args, kwargs))
+        plan = _unsampled(plan, now.captures, graph, args, kwargs)
+        plan.rewrite(graph, now.captures.batch_size(args, kwargs))
     except (PassError, BudgetError) as error:
         logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
         return Reselection(False, gain, seconds), None
@@ -127,14 +127,14 @@ def _gain(value: float, current: float) -> float:
     return (value - current) / abs(value) if value else 0.0
 
 
-def _unsampled(plan: Plan, variants: Variants, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+def _unsampled(plan: Plan, captures: Captures, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """The plan of another selection, which has other boundaries: ratios that were measured for the last one no longer hold.
 
     Until the next calibration every row is kept.
     """
     if not any(isinstance(p, Vcas) for p in plan.passes):
         return plan
-    mixing = variants.mixing(plan, args, kwargs) if graph.symbolic else plan.mixing
+    mixing = captures.mixing(plan, args, kwargs) if graph.symbolic else plan.mixing
     return replace(plan, ratios=(), mixing=mixing)
 
 

@@ -23,7 +23,7 @@ from graphopt.runtime.joint_sampling import choose, require_memory
 from graphopt.runtime.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
-    from graphopt.runtime.compiled_step import MeasuringStep
+    from graphopt.runtime.measuring import MeasuringStep
     from graphopt.runtime.module import OptimizedModule
 
 BATCHES = 2

@@ -1,67 +1,20 @@
-"""A compiled step of a model, and one that measures what sampling rows would add."""
+"""A compiled step that measures what sampling rows would add, and what a joint graph is given when it runs by itself."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from graphopt.calls import FlatInputs
 from graphopt.compat import InputDesc, pytree
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Lowered
-from graphopt.passes import PassReport
-from graphopt.planner.plan import Plan
 from graphopt.probe import COUNTS, Probe
 from graphopt.runtime.uniforms import Uniforms
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """One compiled training step of a model.
-
-    Attributes:
-        plan: that it carries out.
-        graph: the static graph that was lowered.
-        lowered: the compiled callable and its two graphs.
-        reports: what each pass did.
-        compile_seconds: rewriting, specialising and compiling; `rewrite_seconds` is the passes' share.
-        sampled_part: FLOPs as a part of those with every row kept.
-    """
-
-    plan: Plan
-    graph: TrainingGraph
-    lowered: Lowered
-    reports: tuple[PassReport, ...]
-    compile_seconds: float
-    rewrite_seconds: float
-    uniforms: Uniforms
-    sampled_part: float = 1.0
-
-    @property
-    def seconds(self) -> deque[float]:
-        """See `Lowered.seconds`."""
-        return self.lowered.seconds
-
-    @property
-    def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:
-        """The forward and the backward."""
-        return ((self.lowered.halves.forward, self.lowered.halves.backward),)
-
-    def __call__(
-        self, model_tensors: Mapping[str, Tensor], inputs: FlatInputs, given: Mapping[InputDesc, Tensor] | None = None
-    ) -> Any:
-        """Run the step; the result has the structure of the model's own output. See `graph_inputs`."""
-        flat = graph_inputs(self.graph, inputs, model_tensors, self.uniforms, given)
-        results = self.lowered.run(flat)
-        if self.graph.state is not None:
-            self.graph.state.replay()
-        return pytree.tree_unflatten(results, self.graph.out_spec)
 
 
 def graph_inputs(

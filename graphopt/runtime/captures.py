@@ -1,0 +1,186 @@
+"""What is known of a model's calls beside running them: captured graphs, for planning while training goes on; measuring steps.
+
+A new batch size is a substitution into a captured graph; a new call signature (sequence length, dtype, training flags,
+`requires_grad` flags, autocast and the like) is a capture. The cache evicts the least recently used entry.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt import compat
+from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
+from graphopt.capture import capture_to_run
+from graphopt.errors import InputError
+from graphopt.graph import TrainingGraph
+from graphopt.lower import Backend, lower
+from graphopt.planner.independence import mixing_reason
+from graphopt.planner.plan import Plan
+from graphopt.planner.product_times import adopt_times, are_times, used_times
+from graphopt.probe import make_probe, make_term_probe
+from graphopt.runtime.bounded_cache import BoundedCache
+from graphopt.runtime.counters import Counters
+from graphopt.runtime.measuring import MeasuringStep
+from graphopt.runtime.plain_values import from_plain
+from graphopt.runtime.uniforms import Uniforms
+from graphopt.specialise import specialise
+
+CAPTURE_LIMIT = 8
+"""Captured graphs kept per optimised model."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _CapturesState:
+    uniforms: Any
+    product_times: dict[str, dict[str, float]]
+
+
+class Captures:
+    """Finds or makes the captured graph for a call of `model`."""
+
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend) -> None:
+        """See `graphopt.optimize`."""
+        self.model = model
+        self.batch_dim = batch_dim
+        self.backend = backend
+        self.counters = Counters()
+        self.uniforms = Uniforms()
+        self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
+        self._measuring: tuple[Any, MeasuringStep] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without graphs, which are captured again, and compiled code."""
+        return {**self.__dict__, "_graphs": BoundedCache(CAPTURE_LIMIT), "_measuring": None}
+
+    def graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
+        """The joint graph for this call, traced if it is new."""
+        return self._captured(flatten_call(args, kwargs), args, kwargs)[1]
+
+    def mixing(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """Why the backward of this call cannot be sampled; "" if it can."""
+        inputs = flatten_call(args, kwargs)
+        graph = self._captured(inputs, args, kwargs)[1]
+        tensors = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+        reason = mixing_reason(plan.before_sampling().rewrite(graph)[0], tensors, inputs.tensors)
+        if reason:
+            logger.warning("the backward is not sampled: %s", reason)
+        return reason
+
+    def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Samples of this call."""
+        inputs = flatten_call(args, kwargs)
+        return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
+
+    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None) -> MeasuringStep:
+        """The measuring step for this call under `plan`; only the last one is kept.
+
+        Args:
+            seed: of what it draws; None: it measures terms alone, see `make_term_probe`.
+        """
+        inputs = flatten_call(args, kwargs)
+        signature, graph = self._captured(inputs, args, kwargs)
+        batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
+        key = (signature, plan.key, batch_size, seed)
+        if self._measuring is None or self._measuring[0] != key:
+            start = time.perf_counter()
+            rewritten = plan.rewrite(graph, batch_size)[0]
+            probe = make_term_probe(rewritten) if seed is None else make_probe(rewritten, seed)
+            static = specialise(probe.graph, batch_size, decompose=self.backend == "inductor")
+            lowered = lower(static, self.backend)
+            self.counters.compilations += 1
+            self.counters.compile_seconds += time.perf_counter() - start
+            place = self._signature(inputs, batch_dims_of(inputs, self.batch_dim))
+            fingerprint = hashlib.sha256(_text((place, *key[1:])).encode()).hexdigest()
+            self._measuring = (key, MeasuringStep(replace(probe, graph=static), lowered, batch_size, self.uniforms, fingerprint))
+        return self._measuring[1]
+
+    def snapshot(self) -> Any:
+        """Generators, and the times by which orders were chosen; see `Stateful`."""
+        return {"uniforms": self.uniforms.snapshot(), "product_times": used_times()}
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(_CapturesState, snapshot, "captures")
+        if not are_times(saved.product_times):
+            raise InputError("captures.product_times has an entry that is no positive number of seconds of a product.")
+        restore_uniforms = self.uniforms.prepare(saved.uniforms)
+
+        def restore() -> None:
+            restore_uniforms()
+            if adopt_times(saved.product_times):
+                self._measuring = None
+
+        return restore
+
+    def _captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
+        dims = batch_dims_of(inputs, self.batch_dim)
+        batch_size = batch_size_of(inputs, dims)
+        signature = self._signature(inputs, dims)
+        for place in (signature, (signature, batch_size)):
+            graph = self._graphs.get(place)
+            if graph is not None and (batch_size is None or graph.accepts(batch_size)):
+                return place, graph
+        start = time.perf_counter()
+        with compat.unobserved():
+            graph = capture_to_run(self.model, args, kwargs, self.batch_dim)
+        self.counters.captures += 1
+        self.counters.capture_seconds += time.perf_counter() - start
+        # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);
+        # others then get a graph of their own.
+        place = signature if graph.symbolic and self._graphs.get(signature) is None else (signature, batch_size)
+        return place, self._graphs.put(place, graph)
+
+    def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
+        """Everything that a captured graph depends on, but for the batch size."""
+        tensors = tuple(
+            (t.dtype, t.device, t.requires_grad, tuple(-1 if i == d else s for i, s in enumerate(t.shape)))
+            for t, d in zip(inputs.tensors, dims, strict=True)
+        )
+        model: list[Any] = []
+        for module in self.model.modules():
+            model.append(module.training)
+            held = (*module._parameters.values(), *module._buffers.values())
+            model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
+        return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs), _settings())
+
+
+def _settings() -> tuple[Any, ...]:
+    """Settings of torch that decide which kernels a captured graph has."""
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+
+
+def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:
+    types = {"cpu", *(t.device.type for t in inputs.tensors)}
+    return tuple((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in sorted(types))
+
+
+def _text(value: Any) -> str:
+    """A text that is the same for equal values in every process, as far as theirs is."""
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+    return f"({', '.join(map(_text, value))})" if type(value) is tuple else repr(value)
+
+
+def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Constants of a call, compared by value where they can be and by identity where not."""
+    result = []
+    for value in values:
+        try:
+            hash(value)
+            result.append((type(value), value))
+        except TypeError:
+            result.append((type(value), id(value)))
+    return tuple(result)
