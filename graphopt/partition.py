@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt.compat.inductor import partition
 from graphopt.graph import TrainingGraph, remove_dead_nodes
-from graphopt.tangents import expected_results, tangent_results, without_tangents
+from graphopt.tangents import tangent_results
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,7 @@ class Halves:
         backward: takes what was saved and the tangents that it reads; returns gradients.
         num_mutations, num_forward: how many results of the forward are updated buffers, and how many are not saved tensors.
         static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
-        tangents: by placeholder of the backward, the position among the model's results that it is the gradient of.
-        expected: results that training most likely differentiates: the loss, if the first is a scalar; else all.
+        tangents: by placeholder of the backward, the position among the model's results that it is the gradient of; in order.
     """
 
     forward: fx.GraphModule
@@ -30,11 +29,6 @@ class Halves:
     num_forward: int
     static_inputs: tuple[int, ...]
     tangents: dict[str, int]
-    expected: frozenset[int]
-
-    def backward_for(self, results: frozenset[int]) -> fx.GraphModule:
-        """A copy of the backward for when exactly `results` have a gradient."""
-        return without_tangents(self.backward, [name for name, i in self.tangents.items() if i not in results])
 
 
 def split(graph: TrainingGraph, inductor: bool) -> Halves:
@@ -44,12 +38,11 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
         inductor: run Inductor's passes on the joint graph and let the min-cut decide what is recomputed.
     """
     kinds = [desc.kind for desc in graph.outputs]
-    tangents, expected = tangent_results(graph), expected_results(graph)
+    tangents = tangent_results(graph)
     static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
     num_forward = sum(kind in ("mutation", "output", "base") for kind in kinds)
     forward, backward = partition(graph.module, num_forward, static, inductor)
     for half in (forward, backward):
         remove_dead_nodes(half)
-    taken = {node.name for node in backward.graph.nodes if node.op == "placeholder"}
-    read = {name: i for name, i in tangents.items() if name in taken}
-    return Halves(forward, backward, kinds.count("mutation"), num_forward, static, read, expected.intersection(read.values()))
+    read = {node.name: tangents[node.name] for node in backward.graph.find_nodes(op="placeholder") if node.name in tangents}
+    return Halves(forward, backward, kinds.count("mutation"), num_forward, static, read)

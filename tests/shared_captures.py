@@ -14,7 +14,6 @@ import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -44,7 +43,7 @@ def _shared_trace(model: nn.Module, *arguments: Any) -> TrainingGraph:
     if key is None:
         return _trace(model, *arguments)
     if key not in _known:
-        _known[key] = replace(_trace(model, *arguments), state=None)  # which is of this model alone
+        _known[key] = _trace(model, *arguments)
         while len(_known) > LIMIT:
             _known.popitem(last=False)
     _known.move_to_end(key)

@@ -63,7 +63,7 @@ class _Builder:
         self.device: torch.device = graph.example.device
         self.attention = sorted({k for n in halves.forward.graph.nodes if (k := _attention_kernel(n))})
         self.saved = [n.name if isinstance(n, fx.Node) else "" for n in output_list(halves.forward)[halves.num_forward :]]
-        backward = halves.backward_for(halves.expected)
+        backward = halves.backward
         self.tangents = [
             (n.name, n.meta["val"]) for n in backward.graph.nodes if n.op == "placeholder" and n.name in halves.tangents
         ]
@@ -148,7 +148,7 @@ class _Builder:
         """Saved tensors live until the backward last reads them; other outputs as the caller holds them."""
         results = self.forward.outputs
         kept = self._first_positions(results[: self.halves.num_forward])
-        loss = {owner for i in self.halves.expected for owner in results[self.halves.num_mutations + i]}
+        loss = {owner for i in set(self.halves.tangents.values()) for owner in results[self.halves.num_mutations + i]}
         saved: dict[Owner, int] = {}
         for name, owners in zip(self.saved, results[self.halves.num_forward :], strict=True):
             for owner in owners:

@@ -95,11 +95,9 @@ def require_supported_torch(version: str = torch.__version__) -> None:
         )
 
 
-def release_saved_tensors(ctx: Any) -> None:
-    """Drop an autograd context's own references to saved tensors, so that a backward can free each after its last use."""
-    release = getattr(ctx, "maybe_clear_saved_tensors", None)
-    if release is not None:
-        release()
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Say that a tensor's values are those that it had when it was changed `version` times."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 @contextlib.contextmanager

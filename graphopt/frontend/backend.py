@@ -158,8 +158,6 @@ class PlanBackend:
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
         trained = [p.name for p in region.parameters if p.trainable and self._trains(p.name, host.planned())]
-        if found.graph is not None:
-            trained = list(found.graph.gradients())
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         return _Made(found, run, _sources(found, trained) if cuts else ())
 

@@ -223,11 +223,11 @@ class Running:
                 raise GraphoptError(_CHANGED)
             with self._as_before(before, buffers):
                 again, _ = self._run(plan, frozenset(wanted), args, kwargs)
-            more = frozenset() if self._asked is None else self._asked
-            self._asked = self._differentiated = more | frozenset(wanted)
-            found = pytree.tree_leaves(again)
-            self._check_same([(found[i], seen[i]) for i in wanted])
-            return torch.autograd.grad([found[i] for i in wanted], anchors, gradients, allow_unused=True)
+                more = frozenset() if self._asked is None else self._asked
+                self._asked = self._differentiated = more | frozenset(wanted)
+                found = pytree.tree_leaves(again)
+                self._check_same([(found[i], seen[i]) for i in wanted])
+                return torch.autograd.grad([found[i] for i in wanted], anchors, gradients, allow_unused=True)
 
         return reattached(output, positions, anchors, rerun)
 
@@ -285,6 +285,7 @@ class Running:
     def _as_before(self, draws: Tensor | None, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
         """A step runs again: with the same random numbers of the CPU and buffers, and without a trace in them and attributes."""
         buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
+        versions = [b._version for b, _ in buffers]
         attributes = [(vars(module), dict(vars(module))) for module in self.model.modules()]
         now = torch.get_rng_state()
         try:
@@ -301,8 +302,9 @@ class Running:
                 held.clear()
                 held.update(values)
             with torch.no_grad():
-                for buffer, value in buffers:
+                for (buffer, value), version in zip(buffers, versions, strict=True):
                     buffer.copy_(value)
+                    compat.set_version(buffer, version)  # the first run's backward may still read it
 
     def _check_same(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Raise, or tell, if a step that ran again gave another output."""

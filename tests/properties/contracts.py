@@ -147,7 +147,7 @@ def captured_once() -> Iterator[None]:
             known[shapes] = capture_to_run(model, args, *rest)
         return known[shapes]
 
-    with mock.patch("graphopt.runtime.variants.capture_to_run", capture):
+    with mock.patch("graphopt.runtime.captures.capture_to_run", capture):
         yield
 
 

@@ -25,7 +25,7 @@ def test_user_code_runs_unchanged_and_trains_the_model_itself(monkeypatch: pytes
     model, inputs = zoo.make("cnn", 4)
     reference = copy.deepcopy(model)
     monkeypatch.setenv("GRAPHOPT_DISABLE", "1")
-    monkeypatch.setattr("graphopt.runtime.variants.capture_to_run", None)  # nothing is traced
+    monkeypatch.setattr("graphopt.runtime.captures.capture_to_run", None)  # nothing is traced
     opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(flops=0.5, variance=0.1), verify=True)
     optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.01)
     assert type(optimizer) is torch.optim.AdamW
