@@ -152,6 +152,9 @@ class _Taken:
         """See `Supplier`."""
         self.gradients[desc.target] = value
 
+    def finish(self) -> None:
+        """See `Supplier`; there are no gates."""
+
     def images(self, eager: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """What the compressed gradients must be, where eager autograd has any."""
         if self.subspaces is None:

@@ -53,6 +53,8 @@ class CompiledRegion:
         compile_seconds: of compiling, rewriting included; `rewrite_seconds` is the passes' share.
         sizes: of the last run, in the order of the placeholders that are numbers.
         sampled_part: see `Plan.sampled_part`.
+        reduced: the plan's approximations could not be carried out.
+        gated: it waits by itself for what is still to be done to its weights; see `graphopt.offload_nodes`.
     """
 
     region: Region
@@ -63,6 +65,8 @@ class CompiledRegion:
     rewrite_seconds: float = 0.0
     sizes: tuple[int, ...] = ()
     sampled_part: float = 1.0
+    reduced: bool = False
+    gated: bool = False
 
     def graph_of_last_run(self) -> TrainingGraph | None:
         """`graph`, with the sizes of the last run in the place of those that it was compiled with."""
@@ -189,7 +193,7 @@ class PlanBackend:
             why = first_line(error)
             host.note(f"a part of the model could not be compiled under the plan ({why}); it runs as torch.compile has it")
         host.drop_unselected()
-        found.graph, found.halves, found.reports = None, None, ()
+        found.graph, found.halves, found.reports, found.gated, found.reduced = None, None, (), False, True
         try:
             return compile_plainly(graph_module(copy, copied(copy.graph)), examples, self.backend)
         except Exception as error:
@@ -216,6 +220,7 @@ class PlanBackend:
             graph = self._rewritten(graph, found, weak(), trial)
             trial.clear()
             found.graph = graph.clone()
+            found.gated = any(node.target is torch.ops.graphopt.gate.default for node in graph.graph.nodes)
             weak().values.connect(graph, num_outputs)
             write_mutations(graph, num_outputs)
             if any(dim is not None for dim in dims):
@@ -236,7 +241,10 @@ class PlanBackend:
         """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
         plan = self.plan
         if plan.samples:
-            reason = _unsampled(plan, graph, found.region, host.planned(), trial)
+            try:
+                reason = _unsampled(plan, graph, found.region, host.planned(), trial)
+            except Exception as error:
+                reason = first_line(error)
             if reason:
                 host.note(f"the backward is not sampled: {reason}")
                 plan = replace(plan, mixing=reason)
@@ -250,11 +258,11 @@ class PlanBackend:
                 instead = "without approximations" if candidate is not candidates[-1] else "as torch.compile has it"
                 host.note(f"a part of the model could not be rewritten ({first_line(error)}); it runs {instead}")
                 continue
-            found.reports = tuple(reports)
+            found.reports, found.reduced = tuple(reports), candidate is not plan
             found.sampled_part = plan.sampled_part(graph, graph.batch_size, reports)
             return rewritten
         self._drop_unselected(graph, host.planned())
-        found.reports = ()
+        found.reports, found.reduced = (), True
         return graph
 
     def _drop_unselected(self, graph: TrainingGraph, planned: Collection[str]) -> None:

@@ -428,8 +428,10 @@ class Running:
         self.counters.rewrite_seconds += region.rewrite_seconds
 
     def ran(self, region: CompiledRegion) -> None:
-        """Note that a region has run in the step under way."""
+        """Note that a region runs in the step under way."""
         self._ran.append(region)
+        if not region.gated and self.values.supplier is not None:
+            self.values.supplier.finish()
 
 
 def _close(again: Tensor, before: Tensor) -> bool:

@@ -33,6 +33,10 @@ class Supplier(Protocol):
         """The gradient of an added input, or a slot's value; the tensor is the taker's own."""
         ...
 
+    def finish(self) -> None:
+        """A graph is about to run whose weights are read without a gate: do what is still to be done to them."""
+        ...
+
 
 class Values:
     """What the graphs of one model exchange with Python while they run.

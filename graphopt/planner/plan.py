@@ -242,7 +242,7 @@ class Plan:
     def for_batch(self, batch_size: int) -> Plan:
         """The plan of steps of `batch_size` samples: ratios that were measured hold for one size alone."""
         adaptive = any(isinstance(p, Vcas) and p.adaptive for p in self.passes)
-        return self.without_sampling() if adaptive and self.samples and batch_size != self.sampled_batch else self
+        return replace(self, ratios=()) if adaptive and self.samples and batch_size != self.sampled_batch else self
 
     def before_sampling(self) -> Plan:
         """The plan of what runs before the sampler: rows are counted, and variances measured, on ordinary gradients."""

@@ -170,6 +170,8 @@ class OptimizedModule(nn.Module):
             told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.graph(args, kwargs))
             if told is not None:
                 self.note(told)
+        if plan.unsampled is not None and running.step is not None and any(region.reduced for region in running.step.regions):
+            self._install(plan.exact_selection(), self._graph, self.flops)  # without sampling, the other one takes too much
         if plan.checking is None:
             self.__dict__["_last_step"] = running.step
         self._clock.tick(running.step)
@@ -185,8 +187,6 @@ class OptimizedModule(nn.Module):
         parameters = {**dict(self._model.named_parameters(remove_duplicate=False))}
         subspaces.follow_cleared_gradients([parameters[n] for n in self.selected if n not in subspaces.weights])
         checking = subspaces.due()
-        if checking:  # its weights have no gates that wait
-            subspaces.synchronize()
         subspaces.forwards += 1
         output = self._planned_step(replace(self._plan, checking=subspaces.receiver) if checking else self._plan, args, kwargs)
         step = self._running.step
@@ -424,7 +424,7 @@ class OptimizedModule(nn.Module):
     def _parts(self) -> dict[str, Stateful | None]:
         """Everything but the plan that has a state."""
         return {
-            "captures": self._captures,
+            "variants": self._captures,  # the name in files of earlier versions
             "subspaces": self.subspaces,
             "sampling": self.controller,
             "controllers": self.controllers,

@@ -46,6 +46,11 @@ class Supply:
         else:
             self._owner(desc).take(desc, value)
 
+    def finish(self) -> None:
+        """See `Supplier`."""
+        if self.subspaces is not None:
+            self.subspaces.synchronize()
+
     def _owner(self, desc: InputDesc | OutputDesc) -> Supplying:
         found = next((p for p in self.passes if isinstance(p, Supplying)), None)
         if found is None:

@@ -136,7 +136,7 @@ def test_under_inductor_nothing_is_dropped_or_reordered() -> None:
             optimizer.offload.produced = lambda name, g, produced=produced: (orders.append(name), produced(name, g))
         train(opt, optimizer, range(4))
         losses.append(float(opt(*batch(9))))
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # products of other layouts round otherwise
     names = [f"layers.{i}.weight" for i in range(7)][::-1]
     assert orders == names * 3  # the first step checks
 
