@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         ),
         train_dataset=rows("train", tokenizer, labels),
         eval_dataset=rows("validation", tokenizer, labels, args.validation_rows),
-        data_collator=bucketed(DataCollatorWithPadding(tokenizer), (16, 32, 64)),  # graphopt: three lengths, three captures
+        data_collator=bucketed(DataCollatorWithPadding(tokenizer), (16, 32, 64)),  # graphopt: three lengths
         compute_metrics=lambda found: {"accuracy": float(np.mean(found.predictions.argmax(-1) == found.label_ids))},
         callbacks=[callback],
     )

@@ -88,7 +88,7 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
             "the model has no trainable parameters: set requires_grad=True on those to be trained before optimize()."
         )
     model, tensors = _without_storage(model, inputs.tensors)
-    with unchanged_rng(tensors), no_generation_cache(model):
+    with unchanged_rng(tensors), no_generation_cache(model), compat.no_new_globals(Call.forward):
         if batch_size is None:
             return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
         if batch_size == 0:

@@ -161,6 +161,10 @@ class TrainingGraph:
         values = dict.fromkeys(self.symbols, batch_size)
         return all(guard.subs(values) != sympy.false for guard in self.guards)
 
+    def __deepcopy__(self, memo: Any) -> TrainingGraph:
+        """The graph itself: what rewrites it takes a clone."""
+        return self
+
     def clone(self) -> TrainingGraph:
         """A copy whose graph can be rewritten without touching this one; tensors and metadata are shared."""
         graph = fx.Graph()

@@ -173,6 +173,19 @@ def bench_breadth(
     _measure(lambda console: breadth.run(wanted, out, jobs, console, timeout), breadth.show, None, as_json)
 
 
+@bench_app.command("overhead")
+def bench_overhead(
+    models: Annotated[str, typer.Option(help="Of mlp, llama, with commas; all by default.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Of every start, each in two processes; the median is reported.")] = 3,
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a step, the start, new sizes and a second process cost beside torch.compile."""
+    from graphopt.bench import overhead
+
+    _measure(lambda console: overhead.run(models.split(",") if models else None, repeats, console), overhead.show, out, as_json)
+
+
 def _measure(run: Callable[[Console], Any], show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
     """Run a benchmark, write its results to `out` as JSON, if asked, and print them as JSON or as a table.
 

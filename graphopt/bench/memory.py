@@ -1,4 +1,4 @@
-"""`graphopt bench memory`: the foretold peak of a training step against the measured one.
+"""`graphopt bench memory`: the foretold peak of a training step against the measured one, and that against torch.compile's.
 
 On the CPU the measured peak is the largest running sum of the allocator's own events (torch.profiler's memory events) during one
 step; on CUDA it is `torch.cuda.max_memory_allocated`. What exists for the whole step (parameters, states, the batch) is part of
@@ -79,33 +79,63 @@ def run(models: list[str] | None, console: Console) -> dict[str, Any]:
             rows.append(measure(case, device))
             bar.advance(task)
     errors = [abs(row["error"]) for row in rows]
+    beside = [row["beside_torch_compile"] for row in rows if row["beside_torch_compile"] is not None]
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "rows": rows,
         "largest_error": max(errors),
         "mean_error": sum(errors) / len(errors),
+        "most_beside_torch_compile": max(beside, default=None),
     }
 
 
 def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """Foretold and measured peak of one case, in bytes."""
-    torch.manual_seed(0)
-    torch.compiler.reset()
-    model, inputs = MODELS[case.model](case.batch)
-    model = model.to(torch.device(device)).train()
-    inputs = {k: v.to(device) for k, v in inputs.items()}
-    if case.checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    """Foretold and measured peak of one case, and torch.compile's, in bytes."""
+    model, inputs = _made(case, device)
     foretold: MemoryProfile = graphopt.analyze(
         model,
         inputs,
         backend=case.backend,
         optimizer=case.optimizer,
     ).memory
-    step: Callable[..., Any] = model
-    if case.backend != "eager":
-        step = graphopt.optimize(model, inputs, backend=case.backend)
+    compiled = case.backend != "eager"
+    step: Callable[..., Any] = graphopt.optimize(model, inputs, backend=case.backend) if compiled else model
+    held, measured = _peak(case, model, inputs, step, device)
+    theirs: int | None = None
+    if compiled:
+        model, inputs = _made(case, device)
+        theirs = _peak(case, model, inputs, torch.compile(model, backend=case.backend), device)[1]
+    return {
+        "model": case.model,
+        "backend": case.backend,
+        "checkpointing": case.checkpointing,
+        "optimizer": case.optimizer,
+        "batch": case.batch,
+        "foretold": foretold.peak_bytes,
+        "measured": measured,
+        "torch_compile": theirs,
+        "beside_torch_compile": None if theirs is None else measured / theirs - 1,
+        "error": foretold.peak_bytes / measured - 1,
+        "error_without_static": (foretold.peak_bytes - foretold.static_bytes) / (measured - held) - 1,
+        "phase": foretold.peak_phase,
+    }
+
+
+def _made(case: Case, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, inputs = MODELS[case.model](case.batch)
+    model = model.to(torch.device(device)).train()
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
+    return model, {k: v.to(device) for k, v in inputs.items()}
+
+
+def _peak(
+    case: Case, model: torch.nn.Module, inputs: dict[str, torch.Tensor], step: Callable[..., Any], device: str
+) -> tuple[int, int]:
+    """Bytes that exist for the whole step, and the most that exist at once."""
     optimizer = named_optimizer(case.optimizer, torch.device(device))([p for p in model.parameters() if p.requires_grad])
 
     def train() -> None:
@@ -117,19 +147,7 @@ def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
         train()
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     held = held_bytes([*model.parameters(), *model.buffers(), *inputs.values(), *states])
-    measured = peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
-    return {
-        "model": case.model,
-        "backend": case.backend,
-        "checkpointing": case.checkpointing,
-        "optimizer": case.optimizer,
-        "batch": case.batch,
-        "foretold": foretold.peak_bytes,
-        "measured": measured,
-        "error": foretold.peak_bytes / measured - 1,
-        "error_without_static": (foretold.peak_bytes - foretold.static_bytes) / (measured - held) - 1,
-        "phase": foretold.peak_phase,
-    }
+    return held, peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -165,7 +183,18 @@ def peak_on_cuda(train: Callable[[], None]) -> int:
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
     table = Table(title=f"peak memory of one training step, torch {results['torch']}, {results['device']}")
-    for column in ("model", "run by", "optimizer", "batch", "foretold MB", "measured MB", "error", "without static", "peak in"):
+    for column in (
+        "model",
+        "run by",
+        "optimizer",
+        "batch",
+        "foretold MB",
+        "measured MB",
+        "error",
+        "without static",
+        "peak in",
+        "torch.compile",
+    ):
         justify = "left" if column in ("model", "run by", "optimizer", "peak in") else "right"
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for row in results["rows"]:
@@ -179,7 +208,10 @@ def show(results: dict[str, Any], console: Console) -> None:
             f"{row['error']:+.2%}",
             f"{row['error_without_static']:+.2%}",
             row["phase"],
+            "" if row["beside_torch_compile"] is None else f"{row['beside_torch_compile']:+.2%}",
         )
     console.print(table)
     count = len(results["rows"])
     console.print(f"largest error {results['largest_error']:.2%}, mean {results['mean_error']:.2%}, over {count} cases")
+    if results["most_beside_torch_compile"] is not None:
+        console.print(f"measured, at most {results['most_beside_torch_compile']:+.2%} of torch.compile's")

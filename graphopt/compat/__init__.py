@@ -54,6 +54,7 @@ from graphopt.compat.joint import (
     dynamo_capture as dynamo_capture,
     export_joint as export_joint,
     mark_batch_symbolic as mark_batch_symbolic,
+    no_new_globals as no_new_globals,
 )
 from graphopt.compat.recompute import (
     RECOMPUTE as RECOMPUTE,

@@ -123,6 +123,13 @@ def graph_breaks() -> int:
     return sum(counters["graph_break"].values())
 
 
+def graphs_compiled() -> int:
+    """How many graphs Dynamo has had compiled so far, in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def traced_size(value: torch.SymInt, symbol: sympy.Symbol) -> int | None:
     """What a symbol of a size was when the graph was traced; None where it depends on data."""
     environment = value.node.shape_env

@@ -91,6 +91,18 @@ def mark_batch_symbolic(tensor: Tensor, dim: int) -> None:
             torch._dynamo.mark_static(tensor, other)
 
 
+@contextlib.contextmanager
+def no_new_globals(function: Any) -> Iterator[None]:
+    """A trace of `function` leaves nothing among its globals, where Dynamo keeps graphs, and so their parameters, for ever."""
+    names = function.__globals__
+    before = set(names)
+    try:
+        yield
+    finally:
+        for name in set(names) - before:
+            del names[name]
+
+
 def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     """Trace `module(*args)` to one FX graph, without running it.
 

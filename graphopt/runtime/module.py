@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
 import os
 import weakref
 from dataclasses import replace
@@ -17,7 +20,7 @@ from graphopt.budget import Budget
 from graphopt.calls import as_call, flatten_call
 from graphopt.compat.dynamo import cause_of
 from graphopt.errors import GraphoptError, first_line
-from graphopt.frontend.recording import Recording
+from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import RegionStep, Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -45,6 +48,21 @@ _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
+
+
+class Forward:
+    """The forward of an optimised model, which shows the signature of the model's own."""
+
+    def __init__(self, opt: OptimizedModule) -> None:
+        self._opt = weakref.ref(opt)
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(opt._model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `OptimizedModule.forward`."""
+        opt = self._opt()
+        assert opt is not None
+        return type(opt).forward(opt, *args, **kwargs)
 
 
 class OptimizedModule(nn.Module):
@@ -75,7 +93,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_fallback"] = Fallback(model)
         self.__dict__["_running"] = None
         self.__dict__["_supply"] = Supply(plan, captures.uniforms)
-        self.__dict__["_recording"] = recording
+        self.__dict__["_parts"] = recording is not None
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
         self.__dict__["_plan"] = plan
@@ -88,10 +106,25 @@ class OptimizedModule(nn.Module):
         self.__dict__["_clock"] = StepClock()
         self.__dict__["_memory"] = MemoryWatch()
         self.__dict__["controllers"] = Controllers()
+        self.__dict__["forward"] = Forward(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without compiled code: a copy compiles its own."""
-        return {**self.__dict__, "_running": None, "_last_step": None}
+        """Without graphs and compiled code: what is unpickled captures and compiles its own, in its first step."""
+        return {**self._without_code(), "_graph": None, "_profile": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["forward"] = Forward(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self._without_code(), memo))
+        copied.__dict__["forward"] = Forward(copied)
+        return copied
+
+    def _without_code(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "forward"} | {"_running": None, "_last_step": None}
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -122,7 +155,7 @@ class OptimizedModule(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's forward: same arguments, same structure of the result."""
+        """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         if self.subspaces is not None:
@@ -133,14 +166,24 @@ class OptimizedModule(nn.Module):
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
         from graphopt.frontend.against_eager import first_difference
 
-        captures, parts = self._captures, self._recording is not None
+        captures, parts = self._captures, self._parts
         return first_difference(
             self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim, parts,
             self.subspaces,
         )  # fmt: skip
 
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Capture a model that was unpickled; one of several graphs is recorded."""
+        if self._parts:
+            batch_dim = self._captures.batch_dim
+            self.__dict__["_graph"] = record(self._model, args, kwargs, batch_dim, "it is not one graph").graph
+        else:
+            self.__dict__["_graph"] = self._captures.graph(args, kwargs)
+
     def _planned_step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step under a plan; the model itself where torch.compile fails."""
+        if self._graph is None:
+            self._captured(args, kwargs)
         if self._running is None:
             me = weakref.ref(self)
             self.__dict__["_running"] = Running(
@@ -152,7 +195,7 @@ class OptimizedModule(nn.Module):
                 lambda: self._fallback.drop_unselected(me()),
                 self._captures.batch_dim,
                 self._fullgraph,
-                self._recording is not None,
+                self._parts,
                 self._supply,
             )
         running: Running = self._running

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.integrations import training_steps
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
 
@@ -65,8 +64,7 @@ def test_a_number_that_varies_is_compiled_as_a_constant_and_then_once_more(warni
     assert warnings == []
 
 
-def test_many_lengths_are_compiled_at_most_twice(monkeypatch: Any, warnings: list[str]) -> None:
-    monkeypatch.setattr(training_steps, "CAPTURE_LIMIT", 3, raising=False)
+def test_many_lengths_are_compiled_at_most_twice(warnings: list[str]) -> None:
     model = Pooled()
     steps = steps_of(model)
     assert_steps_as_in_eager(model, steps, *map(ids, (4, 5, 6, 7, 8, 4, 7, 9, 10, 11, 12)))

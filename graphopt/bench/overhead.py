@@ -1,0 +1,119 @@
+"""`graphopt bench overhead`: what a step, the start, new sizes and a second process cost beside torch.compile.
+
+Every measurement has a process of its own; those of the start begin without caches on disk, and are repeated with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from graphopt.errors import GraphoptError, InputError
+
+MODELS = ("mlp", "llama")
+
+LIMITS = {"steady": 1.10, "start": 1.25, "again": 0.4, "batches": 0, "lengths": 3}
+"""What is aimed at: of the steady step and the start, as a part of torch.compile's; of a second process's start, as a part of the
+first's; compilations for a third batch size and later ones; and for twelve lengths in two epochs."""
+
+
+def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
+    """Measure some models.
+
+    Args:
+        repeats: of every start, of which the median is taken.
+    Raises:
+        InputError: an unknown model.
+        GraphoptError: a process failed; says how.
+    """
+    unknown = sorted(set(models or ()) - set(MODELS))
+    if unknown:
+        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
+    chosen = models or list(MODELS)
+    rows = []
+    with Progress(console=console) as bar:
+        task = bar.add_task("measuring", total=len(chosen) * (2 * repeats + 2))
+        for model in chosen:
+            bar.update(task, description=f"{model}: start")
+            starts: dict[str, list[tuple[float, float]]] = {"torch": [], "graphopt": []}
+            for _ in range(repeats):
+                for way, found in starts.items():
+                    found.append(_cold_and_warm(model, way))
+                    bar.advance(task)
+            bar.update(task, description=f"{model}: steps")
+            steady = _child("steady", model)
+            bar.advance(task)
+            bar.update(task, description=f"{model}: sizes")
+            sizes = {way: _child("sizes", model, way) for way in starts}
+            bar.advance(task)
+            rows.append(_row(model, starts, steady, sizes))
+    return {"limits": LIMITS, "rows": rows}
+
+
+def _cold_and_warm(model: str, way: str) -> tuple[float, float]:
+    """Seconds of setting up and of the first step, without caches on disk and with those that this made."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (_child("start", model, way, cache=folder) for _ in range(2))
+    return first["setup"] + first["first"], second["setup"] + second["first"]
+
+
+def _row(
+    model: str, starts: dict[str, list[tuple[float, float]]], steady: dict[str, Any], sizes: dict[str, Any]
+) -> dict[str, Any]:
+    cold = {way: statistics.median(c for c, _ in found) for way, found in starts.items()}
+    warm = {way: statistics.median(w for _, w in found) for way, found in starts.items()}
+    return {
+        "model": model,
+        "step_seconds": {way: steady[way] for way in starts},
+        "steady": steady["ratio"],
+        "start_seconds": cold,
+        "start": cold["graphopt"] / cold["torch"],
+        "again_seconds": warm,
+        "again": warm["graphopt"] / cold["graphopt"],
+        "batches": {way: found["batches"] for way, found in sizes.items()},
+        "lengths": {way: found.get("lengths") for way, found in sizes.items()},
+    }
+
+
+def _child(kind: str, model: str, way: str = "", cache: str = "") -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if cache:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+    command = [sys.executable, "-m", "graphopt.bench.overhead_run", kind, model, *([way] if way else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise GraphoptError(f"{' '.join(command[2:])} failed: {done.stderr.strip()[-500:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    limits = results["limits"]
+    table = Table(title="graphopt beside torch.compile (both Inductor, one thread)")
+    for column in ("", "model", "torch.compile", "graphopt", "ratio or count", "aimed at"):
+        table.add_column(column)
+    for row in results["rows"]:
+        step, cold, warm = row["step_seconds"], row["start_seconds"], row["again_seconds"]
+        model = row["model"]
+        times = [f"{1e6 * step[way]:.0f} us" for way in ("torch", "graphopt")]
+        table.add_row("steady step", model, *times, f"{row['steady']:.2f}", f"{limits['steady']:.2f}")
+        times = [f"{cold[way]:.1f} s" for way in ("torch", "graphopt")]
+        table.add_row("setup and first step", model, *times, f"{row['start']:.2f}", f"{limits['start']:.2f}")
+        times = [f"{warm[way]:.1f} s" for way in ("torch", "graphopt")]
+        table.add_row("the same in a second process", model, *times, f"{row['again']:.2f} of the first", f"{limits['again']:.2f}")
+        counts = [" ".join(map(str, row["batches"][way])) for way in ("torch", "graphopt")]
+        table.add_row("compiled per batch size", model, *counts, "from the third on", str(limits["batches"]))
+        if row["lengths"]["graphopt"] is not None:
+            counts = [str(row["lengths"][way]) for way in ("torch", "graphopt")]
+            table.add_row("compiled for 12 lengths, twice", model, *counts, counts[1], str(limits["lengths"]))
+    console.print(table)

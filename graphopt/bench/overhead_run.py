@@ -1,0 +1,131 @@
+"""One measurement of `graphopt bench overhead`: `python -m graphopt.bench.overhead_run KIND MODEL [WAY]`.
+
+Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.compat.dynamo import graphs_compiled
+
+BLOCKS, WARMUP = 31, 30
+"""Blocks of steps whose times are compared, and steps before them."""
+
+STEPS = {"mlp": 200, "llama": 10}
+"""Steps in a block."""
+
+LENGTHS = (9, 12, 14, 17, 20, 22, 25, 28, 30, 33, 36, 40)
+BATCHES = (8, 6, 5, 7, 3)
+
+
+class _Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.layers(x)
+        return {"loss": (found - labels).square().mean(), "logits": found}
+
+
+def made(name: str, batch: int = 8, length: int = 32) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model and a batch, the same in every process."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        return _Perceptron(), {"x": torch.randn(batch, 32), "labels": torch.randn(batch, 1)}
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4, vocab_size=256, use_cache=False,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    ids = torch.randint(0, 256, (batch, length))
+    return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+def compiled(way: str, model: nn.Module, inputs: dict[str, Tensor]) -> Callable[..., Any]:
+    """The model's step by torch.compile, or by graphopt under the default plan."""
+    return torch.compile(model) if way == "torch" else graphopt.optimize(model, inputs)
+
+
+def _step(call: Callable[..., Any], model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    call(**inputs)["loss"].backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def start(name: str, way: str) -> dict[str, Any]:
+    """Seconds of setting up, and of the first step."""
+    model, inputs = made(name)
+    begun = time.perf_counter()
+    call = compiled(way, model, inputs)
+    ready = time.perf_counter()
+    _step(call, model, inputs)
+    return {"setup": ready - begun, "first": time.perf_counter() - ready}
+
+
+def steady(name: str) -> dict[str, Any]:
+    """Seconds of a step by either way, and the median of their ratios; blocks alternate."""
+    ways = {}
+    for way in ("torch", "graphopt"):
+        model, inputs = made(name)
+        call = compiled(way, model, inputs)
+        for _ in range(WARMUP):
+            _step(call, model, inputs)
+        ways[way] = (call, model, inputs)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    gc.collect()
+    gc.disable()
+    for block in range(BLOCKS):
+        for way in sorted(ways, reverse=block % 2 == 0):
+            begun = time.perf_counter()
+            for _ in range(STEPS[name]):
+                _step(*ways[way])
+            seconds[way].append((time.perf_counter() - begun) / STEPS[name])
+    ratios = [ours / theirs for ours, theirs in zip(seconds["graphopt"], seconds["torch"], strict=True)]
+    return {**{way: statistics.median(s) for way, s in seconds.items()}, "ratio": statistics.median(ratios)}
+
+
+def sizes(name: str, way: str) -> dict[str, Any]:
+    """Graphs compiled for each new batch size, and in two epochs of batches of many lengths."""
+    found: dict[str, Any] = {}
+    model, inputs = made(name, BATCHES[0])
+    call = compiled(way, model, inputs)
+    counts = []
+    for batch in BATCHES:
+        before = graphs_compiled()
+        _step(call, model, made(name, batch)[1])
+        counts.append(graphs_compiled() - before)
+    found["batches"] = counts
+    if name != "mlp":
+        torch.compiler.reset()
+        model, inputs = made(name, 4, LENGTHS[0])
+        call = compiled(way, model, inputs)
+        before = graphs_compiled()
+        for length in LENGTHS * 2:
+            _step(call, model, made(name, 4, length)[1])
+        found["lengths"] = graphs_compiled() - before
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    kind, *rest = sys.argv[1:]
+    torch.set_num_threads(1)
+    kinds: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "steady": steady, "sizes": sizes}
+    print(json.dumps(kinds[kind](*rest)))
+
+
+if __name__ == "__main__":
+    main()
