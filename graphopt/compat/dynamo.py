@@ -279,6 +279,19 @@ def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.Gra
     return found[0]
 
 
+def split_again(module: fx.GraphModule, examples: Sequence[Any], hooks: Hooks) -> None:
+    """Trace a graph of Dynamo's and split it as for Inductor, so that `hooks` see what came from torch's cache."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def split(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        _Partitioner(hooks)(joint, inputs, **options)
+        raise _Traced
+
+    with contextlib.suppress(_Traced), _tracing(module):
+        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
+        backend(module, list(examples))
+
+
 def _without_inductor(
     module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler, hooks: Hooks | None
 ) -> Callable[..., Any]:

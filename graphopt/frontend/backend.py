@@ -5,6 +5,7 @@ What cannot be rewritten is compiled as torch.compile would; tensors that are no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -24,6 +25,7 @@ from graphopt.compat.dynamo import (
     is_restart,
     joint_graph,
     outside_tracing,
+    split_again,
 )
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
@@ -48,7 +50,9 @@ class CompiledRegion:
     Attributes:
         region: its parameters.
         graph: the joint graph that runs; None where there is no backward, or where all came from torch's cache on disk.
-        halves: the forward and the backward before they were compiled; None likewise.
+        halves: the forward and the backward before they were compiled; None likewise, and until asked for with `again` where all
+            came from torch's cache on disk.
+        again: makes the halves that came from there.
         reports: what each pass did.
         compile_seconds: of compiling, rewriting included; `rewrite_seconds` is the passes' share.
         sizes: of the last run, in the order of the placeholders that are numbers.
@@ -60,6 +64,7 @@ class CompiledRegion:
     region: Region
     graph: TrainingGraph | None = None
     halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
+    again: Callable[[], None] | None = None
     reports: tuple[PassReport, ...] = ()
     compile_seconds: float = 0.0
     rewrite_seconds: float = 0.0
@@ -186,6 +191,7 @@ class PlanBackend:
             except CaptureError:  # no output depends on what requires a gradient
                 return compile_plainly(copy, examples, self.backend)
             (hooks.rewrite or hooks.see)(joint, num_forward)
+            found.again = functools.partial(split_again, copy, list(examples), hooks)
             return run
         except Exception as error:
             if is_restart(error):

@@ -101,6 +101,9 @@ class RegionStep:
     @property
     def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:
         """Forward and backward of every region that has a backward."""
+        for region in self.regions:
+            if region.halves is None and region.again is not None:
+                region.again()
         return tuple(region.halves for region in self.regions if region.halves is not None)
 
 

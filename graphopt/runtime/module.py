@@ -93,7 +93,7 @@ class OptimizedModule(nn.Module):
         self.__dict__["_fallback"] = Fallback(model)
         self.__dict__["_running"] = None
         self.__dict__["_supply"] = Supply(plan, captures.uniforms)
-        self.__dict__["_parts"] = recording is not None
+        self.__dict__["_several_graphs"] = recording is not None
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
         self.__dict__["_plan"] = plan
@@ -166,7 +166,7 @@ class OptimizedModule(nn.Module):
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
         from graphopt.frontend.against_eager import first_difference
 
-        captures, parts = self._captures, self._parts
+        captures, parts = self._captures, self._several_graphs
         return first_difference(
             self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim, parts,
             self.subspaces,
@@ -174,7 +174,7 @@ class OptimizedModule(nn.Module):
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Capture a model that was unpickled; one of several graphs is recorded."""
-        if self._parts:
+        if self._several_graphs:
             batch_dim = self._captures.batch_dim
             self.__dict__["_graph"] = record(self._model, args, kwargs, batch_dim, "it is not one graph").graph
         else:
@@ -195,7 +195,7 @@ class OptimizedModule(nn.Module):
                 lambda: self._fallback.drop_unselected(me()),
                 self._captures.batch_dim,
                 self._fullgraph,
-                self._parts,
+                self._several_graphs,
                 self._supply,
             )
         running: Running = self._running
