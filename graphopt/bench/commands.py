@@ -173,6 +173,38 @@ def bench_breadth(
     _measure(lambda console: breadth.run(wanted, out, jobs, console, timeout), breadth.show, None, as_json)
 
 
+@bench_app.command("operators")
+def bench_operators(
+    cases: Annotated[
+        str, typer.Option(help="Names of cases or patterns such as operator/linalg.*, with commas; all by default.")
+    ] = "",
+    samples: Annotated[int, typer.Option(min=1, help="Inputs per operator and per module, at most.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of each phase of a case.")] = 120.0,
+    out: Annotated[Path, typer.Option(help="Folder of the cases, which are kept between calls.")] = Path("out/bench_operators"),
+    as_json: AsJson = False,
+) -> None:
+    """torch's own operators and modules: whether each trains as it does in eager mode and by torch.compile."""
+    from graphopt.bench import operators
+
+    wanted = cases.split(",") if cases else None
+    _measure(lambda console: operators.run(wanted, samples, out, console, timeout), operators.show, None, as_json)
+
+
+@bench_app.command("loops")
+def bench_loops(
+    cases: Annotated[str, typer.Option(help="Names of cases, with commas; all by default.")] = "",
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, of one thread each.")] = 1,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of a case.")] = 300.0,
+    out: Annotated[Path, typer.Option(help="Folder of the cases, which are kept between calls.")] = Path("out/bench_loops"),
+    as_json: AsJson = False,
+) -> None:
+    """Training loops of other libraries: whether each trains as without graphopt, within 0.7 of the FLOPs."""
+    from graphopt.bench import loops
+
+    wanted = cases.split(",") if cases else None
+    _measure(lambda console: loops.run(wanted, out, jobs, console, timeout), loops.show, None, as_json)
+
+
 @bench_app.command("overhead")
 def bench_overhead(
     models: Annotated[str, typer.Option(help="Of mlp, llama, with commas; all by default.")] = "",

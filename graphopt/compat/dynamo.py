@@ -20,7 +20,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from graphopt.compat.fakes import fake_mode_of, retrace
 from graphopt.compat.graph_modules import lazy_graph_modules
-from graphopt.compat.joint import open_recurrent_layers
+from graphopt.compat.joint import intermediates_that_require_grad, open_recurrent_layers
 from graphopt.errors import CaptureError
 
 Rewrite = Callable[[fx.GraphModule, int], fx.GraphModule]
@@ -61,14 +61,18 @@ class Settings:
             self.wanted["recompile_limit"] = COMPILATIONS
         self.always = "allow_rnn" in self.wanted  # else a recurrent layer breaks the graph before anything is compiled
         self.before: list[dict[str, Any]] = []
+        self.patched: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> None:
+        self.patched.append(contextlib.ExitStack())
+        self.patched[-1].enter_context(intermediates_that_require_grad())
         config = torch._dynamo.config
         self.before.append({name: getattr(config, name) for name in self.wanted})
         for name, value in self.wanted.items():
             setattr(config, name, value)
 
     def __exit__(self, *error: object) -> None:
+        self.patched.pop().close()
         for name, value in self.before.pop().items():
             setattr(torch._dynamo.config, name, value)
 
@@ -377,10 +381,23 @@ def decomposed(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    """A graph run operator by operator, each value freed after its last use."""
-    from torch._dynamo.backends.debugging import boxed_nop
+    """A graph run operator by operator, each value freed after its last use.
 
-    return boxed_nop(graph, [])
+    Its code is made at once: made in the first run, that would be a call of a module, which FLOP counters and the like hook into.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+    from torch.fx.graph import _BoxedCodeGen
+
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+    _LazyGraphModule.force_recompile(graph)
+    forward = graph.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
 
 
 def _custom(compiler: GraphCompiler) -> Callable[..., Any]:

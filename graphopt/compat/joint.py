@@ -117,7 +117,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     metrics = logging.getLogger("torch._dynamo.metrics_context")
     with (
         warnings.catch_warnings(),
-        _intermediates_that_require_grad(),
+        intermediates_that_require_grad(),
         torch._dynamo.config.patch(
             ignore_logging_functions=set() if warn_once is None else {warn_once},
             allow_rnn=True,
@@ -144,7 +144,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     return graph
 
 
-def _intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
+def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
     """Let Dynamo trace `requires_grad_()` on a result, as checkpointing of models with frozen embeddings calls it.
 
     Dynamo refuses because the result's own gradient is lost. Here nobody asks for one: a joint graph computes the gradients of

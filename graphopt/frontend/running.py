@@ -219,12 +219,19 @@ class Running:
         anchors = [t for t in (*self.model.parameters(), *inputs) if t.requires_grad]
         leaves = pytree.tree_leaves(output)
         seen = {i: leaves[i] for i in positions}
+        called = {name: value for name, value in vars(self.model).items() if name in _OF_A_CALL}
+        kinds = sorted({"cpu", *(t.device.type for t in anchors)})
+        autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
         def rerun(wanted: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
             if versions != [t._version for t in inputs]:
                 self._asked = self._differentiated = frozenset(range(len(leaves)))
                 raise GraphoptError(_CHANGED)
-            with self._as_before(before, buffers):
+            with self._as_before(before, buffers), contextlib.ExitStack() as stack:
+                for kind, dtype, enabled in autocast:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                vars(self.model).pop("forward", None)  # a loop's own, which would compute a step in this one
+                vars(self.model).update(called)
                 again, _ = self._run(plan, frozenset(wanted), args, kwargs)
                 more = frozenset() if self._asked is None else self._asked
                 self._asked = self._differentiated = more | frozenset(wanted)
@@ -435,6 +442,10 @@ class Running:
         self._ran.append(region)
         if not region.gated and self.values.supplier is not None:
             self.values.supplier.finish()
+
+
+_OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
 
 
 def _close(again: Tensor, before: Tensor) -> bool:

@@ -50,6 +50,11 @@ _SHARED = (
 )  # fmt: skip
 
 
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    """A module before it has a state."""
+    return kind.__new__(kind)
+
+
 class Forward:
     """The forward of an optimised model, which shows the signature of the model's own."""
 
@@ -107,6 +112,16 @@ class OptimizedModule(nn.Module):
         self.__dict__["_memory"] = MemoryWatch()
         self.__dict__["controllers"] = Controllers()
         self.__dict__["forward"] = Forward(self)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's: so that libraries find its `save_pretrained`, config and labels. `type(opt)` is `OptimizedModule`."""
+        model = self.__dict__.get("_model")
+        return type(self) if model is None else model.__class__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Rebuilt by its type, as pickle takes `__class__`, which is the model's."""
+        return _empty, (type(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without graphs and compiled code: what is unpickled captures and compiles its own, in its first step."""
@@ -336,7 +351,7 @@ class OptimizedModule(nn.Module):
             optimizer = None  # it steps compressed gradients, by which tensors are not rated
         plan = self._plan.exact_selection()
         selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
-        now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss)
+        now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._several_graphs)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds
         if new is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.calls import as_call
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, first_line
+from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import Vcas
@@ -57,6 +58,7 @@ class InForce:
     Attributes:
         selected: names of the parameters that are trained.
         graph, profile: that `plan` was made on.
+        several: the model is not one graph.
     """
 
     model: nn.Module
@@ -66,6 +68,16 @@ class InForce:
     graph: TrainingGraph
     profile: FlopProfile
     loss: LossFunction | None
+    several: bool = False
+
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
+        """The joint graph for such a batch."""
+        if not self.several:
+            return self.captures.graph(args, kwargs)
+        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        if all(p.trainable != (p.name in frozen) for p in self.graph.parameters):
+            return self.graph  # nothing was frozen or unfrozen: recording takes a run of the model
+        return record(self.model, args, kwargs, self.captures.batch_dim, "it is not one graph").graph
 
 
 def select_anew(
@@ -85,7 +97,7 @@ def select_anew(
     if now.plan.selection is None or now.plan.budget.flops is None:
         return Reselection(False, 0.0, time.perf_counter() - start), None
     try:
-        graph = now.captures.graph(args, kwargs)
+        graph = now.captured(args, kwargs)
         profile = now.profile if graph is now.graph else flop_profile(graph)
         limit = FlopsLimit(now.plan, graph, profile)
         names = limit.reachable()

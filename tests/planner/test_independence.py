@@ -170,7 +170,7 @@ def test_the_verdict_is_renewed_when_the_model_changes(monkeypatch: pytest.Monke
     model.zero_grad()
     warnings: list[str] = []
     monkeypatch.setattr(
-        logging.getLogger("graphopt.runtime.captures"), "warning", lambda text, *args: warnings.append(text % args)
+        logging.getLogger("graphopt.runtime.fallback"), "warning", lambda text, *args: warnings.append(text % args)
     )
     opt(x).backward()
     assert len(warnings) == 1

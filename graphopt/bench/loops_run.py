@@ -1,0 +1,298 @@
+"""One case of `graphopt bench loops`: the same training loop run several times, and the first thing that is wrong.
+
+`python -m graphopt.bench.loops_run CASE` runs in a process of its own and ends with a line of JSON. Before each run of the loop
+it writes a line with the run's name, so that of a process that dies it is known how far it came.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.bench.breadth_run import described, seed_everything
+
+BUDGET = 0.7
+"""FLOPs of a step, as a fraction of full training's."""
+
+BACKEND = "aot_eager"
+
+TOLERANCE = 1e-2
+"""Difference of weights and losses that counts as none: of weights as a part of the largest change that training made."""
+
+VERDICTS = ("ok", "wrong", "not installed", "loop fails")
+
+PREFIX = "loops: "
+"""Of lines of a process that are meant for the one that started it."""
+
+
+@dataclass
+class Loop:
+    """One run of a training loop: what a case takes from graphopt, and what it reports.
+
+    Attributes:
+        folder: for whatever the loop writes.
+        ours: with graphopt.
+        budget: of graphopt; None: it computes everything exactly.
+        dropped: parameters that have no gradients, as with graphopt those that are not selected.
+        losses: of the optimizer steps.
+        effects: tensors that the loop collected beside, such as activations.
+        problems: what a case found wrong by itself.
+        callback: of the Trainer of transformers, if the loop has one.
+        warnings: what graphopt warned of.
+    """
+
+    folder: Path
+    ours: bool = False
+    budget: float | None = None
+    dropped: Collection[str] = ()
+    losses: list[float] = field(default_factory=list)
+    effects: list[Tensor] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    callback: Any = None
+    warnings: list[str] = field(default_factory=list)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    _model: nn.Module | None = None
+    _opt: Any = None
+
+    def begin(self, model: nn.Module) -> None:
+        """Look at a model's weights before it is trained."""
+        self._model = model
+        self.before = self.weights
+        for name, parameter in model.named_parameters():
+            if name in self.dropped and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def optimized(self, model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """The model, optimised where this run is with graphopt."""
+        from graphopt import optimize
+
+        self.begin(model)
+        if not self.ours:
+            return model
+        self._opt = optimize(model, batch, self.budget, backend=BACKEND, optimizer=optimizer)
+        return self._opt
+
+    def callbacks(self) -> list[Any]:
+        """For a Trainer of transformers."""
+        from graphopt import TrainerCallback
+
+        self.callback = TrainerCallback(self.budget, backend=BACKEND) if self.ours else None
+        return [] if self.callback is None else [self.callback]
+
+    def train(self, trainer: Any, model: nn.Module | None = None) -> None:
+        """Have a Trainer of transformers train, and keep its losses.
+
+        Args:
+            model: whose weights are compared; None: the Trainer's.
+        """
+        self.begin(trainer.model if model is None else model)
+        trainer.train()
+        self.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        if self.callback is not None:
+            self._opt = self.callback.opt
+            last = next(entry for entry in reversed(trainer.state.log_history) if "graphopt/original_steps" in entry)
+            if last["graphopt/original_steps"]:
+                self.problems.append(f"{last['graphopt/original_steps']:.0f} steps were computed without graphopt")
+            most = max(entry.get("graphopt/flops_ratio", 0.0) for entry in trainer.state.log_history)
+            self.check(self.budget is None or most <= self.budget + 1e-6, f"a step took {most:.1%} of the FLOPs")
+
+    def check(self, holds: bool, otherwise: str) -> None:
+        """Note a problem."""
+        if not holds:
+            self.problems.append(otherwise)
+
+    @property
+    def opt(self) -> Any:
+        """The optimised model."""
+        return self._opt
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Of the model that is trained, copied."""
+        assert self._model is not None, "the case did not say which model it trains"
+        return {name: p.detach().clone() for name, p in self._model.named_parameters()}
+
+
+@dataclass
+class Case:
+    """A training loop.
+
+    Attributes:
+        run: trains; with the same seed it does the same.
+        group: a heading of the table.
+        needs: packages that graphopt does not install, as they are imported and as pip knows them.
+    """
+
+    run: Callable[[Loop], None]
+    group: str
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+
+def missing(case: Case) -> list[str]:
+    """What pip has to install for a case."""
+    return [package for name, package in case.needs.items() if importlib.util.find_spec(name) is None]
+
+
+@contextmanager
+def _heard(texts: list[str]) -> Iterator[None]:
+    """What graphopt warns of goes to `texts` as well."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("graphopt")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+def run_loop(case: Case, **options: Any) -> tuple[Loop, dict[str, Tensor]]:
+    """Run a case once, in a folder of its own: what it reports, and the weights it ends with.
+
+    Raises:
+        Exception: whatever the loop raises.
+    """
+    torch.compiler.reset()
+    seed_everything(0)
+    with tempfile.TemporaryDirectory() as folder:
+        loop = Loop(Path(folder), **options)
+        with _heard(loop.warnings):
+            case.run(loop)
+    return loop, loop.weights
+
+
+def difference(found: tuple[Loop, dict[str, Tensor]], wanted: tuple[Loop, dict[str, Tensor]]) -> str:
+    """What two runs did not do alike; "" if nothing."""
+    (ours, ended), (theirs, expected) = found, wanted
+    if len(ours.losses) != len(theirs.losses):
+        return f"{len(ours.losses)} losses instead of {len(theirs.losses)}"
+    for step, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
+        if not abs(a - b) <= TOLERANCE * max(abs(b), 1e-3):
+            return f"the loss of step {step + 1} is {a:.6g} instead of {b:.6g}"
+    changed = max((_largest(expected[n] - theirs.before[n]) for n in expected), default=0.0)
+    for name, value in expected.items():
+        by = _largest(ended[name] - value) if name in ended else math.inf
+        if not by <= TOLERANCE * changed:
+            return f"{name} differs by {by / changed if changed else by:.1g} of the largest change"
+    if len(ours.effects) != len(theirs.effects):
+        return f"{len(ours.effects)} tensors were collected instead of {len(theirs.effects)}"
+    for number, (one, other) in enumerate(zip(ours.effects, theirs.effects, strict=True)):
+        if one.shape != other.shape or not torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE * _largest(other)):
+            return f"collected tensor {number + 1} differs"
+    return ""
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def uncompiled(loop: Loop) -> str:
+    """Which step of a run with graphopt was not compiled as planned; "" if none."""
+    from graphopt.runtime.disabled import DisabledModule
+
+    if loop.opt is None:
+        return "nothing was optimised"
+    said = [*loop.warnings, *loop.opt.report.notes]
+    if isinstance(loop.opt, DisabledModule) or loop.opt.model_runs or loop.opt.last_step is None:
+        return f"uncompiled: {said[0] if said else 'no step was compiled'}"
+    return said[0] if said else ""
+
+
+def over_budget(loop: Loop, ended: Mapping[str, Tensor]) -> str:
+    """What a run under a budget did that it must not do; "" if nothing."""
+    if not all(map(math.isfinite, loop.losses)):
+        return f"losses are {loop.losses}"
+    left = [name for name in ended if not loop.opt.selects_tensor(name)]
+    moved = [name for name in left if not torch.equal(ended[name], loop.before[name])]
+    if moved:
+        return f"{len(moved)} tensors that are not selected were trained, as {moved[0]}"
+    if not left:
+        return "every tensor is trained"
+    ratio = loop.opt.report.flops_ratio
+    return "" if ratio <= BUDGET + 1e-6 else f"a step takes {ratio:.1%} of the FLOPs"
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run a case in eager mode, exactly, under a budget, and in eager mode with what the budget trains."""
+    row: dict[str, Any] = {"group": case.group, "verdict": "loop fails", "flops_ratio": None}
+    if absent := missing(case):
+        return {**row, "verdict": "not installed", "why": f"not installed: pip install {' '.join(absent)}"}
+    _tell("eager")
+    try:
+        plain = run_loop(case)
+        wrong = next(iter(plain[0].problems), "") or ("" if plain[0].losses else "it has no losses")
+        wrong = wrong or difference(run_loop(case), plain)  # a loop that does not repeat itself cannot be compared
+    except Exception as error:
+        wrong = described(error)
+    if wrong:
+        return {**row, "why": wrong}
+    row["steps"] = len(plain[0].losses)
+    row["verdict"] = "wrong"
+
+    _tell("exact")
+    try:
+        exact = run_loop(case, ours=True)
+        wrong = uncompiled(exact[0]) or next(iter(exact[0].problems), "") or difference(exact, plain)
+    except Exception as error:
+        wrong = described(error)
+    if wrong:
+        return {**row, "why": f"without a budget: {wrong}"}
+
+    _tell("budget")
+    try:
+        cut = run_loop(case, ours=True, budget=BUDGET)
+        wrong = uncompiled(cut[0])
+        row |= _figures(cut)
+        wrong = wrong or next(iter(cut[0].problems), "") or over_budget(*cut)
+        dropped = frozenset(name for name in cut[1] if not cut[0].opt.selects_tensor(name))
+        wrong = wrong or difference(cut, run_loop(case, dropped=dropped))
+    except Exception as error:
+        wrong = described(error)
+    return {**row, "why": f"under a budget: {wrong}"} if wrong else {**row, "verdict": "ok", "why": ""}
+
+
+def _figures(run: tuple[Loop, dict[str, Tensor]]) -> dict[str, Any]:
+    loop, ended = run
+    return {
+        "flops_ratio": loop.opt.report.flops_ratio,
+        "selected": len(loop.opt.selected),
+        "trainable": len(ended),
+        "compilations": loop.opt.counters.compilations,
+    }
+
+
+def _tell(phase: str) -> None:
+    print(PREFIX + json.dumps(phase), flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the case that is named on the command line."""
+    import warnings
+
+    from graphopt.bench.loops_cases import CASES
+    from graphopt.integrations.models import quiet_transformers
+
+    quiet_transformers()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    row = {"case": arguments[0], "torch": torch.__version__, **measure(CASES[arguments[0]])}
+    row["seconds"] = time.perf_counter() - start
+    print(PREFIX + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,253 @@
+"""Cases of `graphopt bench operators`: one operator or module, trained three times on the same inputs, and what differs.
+
+`python -m graphopt.bench.operators_run CASE...` runs cases one after another and writes a line of JSON for each. Before each
+phase it writes a line with the verdict that a death of the process would mean.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.bench.breadth_run import Case, Trained, compare, described, judged, seed_everything, train
+from graphopt.compat import pytree
+from graphopt.compat.testing_databases import (
+    Call,
+    module_call,
+    module_names,
+    module_samples,
+    operator_call,
+    operator_names,
+    operator_samples,
+)
+from graphopt.errors import GraphoptError
+
+BUDGET = 0.7
+"""FLOPs of a step, as a fraction of full training's."""
+
+STEPS: Mapping[str, Mapping[str, Any]] = {"exact": {"passes": []}, "budget": {"budget": BUDGET}}
+"""What `optimize` is asked for, by name."""
+
+VERDICTS = ("ok", "wrong", "error", "ours", "torch's", "eager's")
+"""As eager autograd; another loss or gradient; an error that is not meant for users; graphopt refuses what torch.compile trains;
+torch.compile itself fails; eager autograd fails or does not repeat itself, which does not count."""
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Relative differences of losses and gradients that count as none."""
+
+PREFIX = "operators: "
+"""Of lines of a process that are meant for the one that started it."""
+
+LEFT_OUT: Mapping[str, str] = {
+    "operator/view_as_real": "complex numbers alone",
+    "operator/istft": "complex numbers alone",
+    "operator/imag": "complex numbers alone",
+    "operator/torch.ops.aten._flash_attention_forward": "CUDA alone",
+    "operator/torch.ops.aten._efficient_attention_forward": "CUDA alone",
+    "operator/nn.functional.batch_norm.without_cudnn": "CUDA alone",
+    "operator/nn.functional.one_hot": "no backward",
+}
+"""Cases that are not tried, with the reason. Randomised operators are tried: each run draws from the same seed."""
+
+WIDTH = 128
+"""Of the layers that a budget chooses among; they take most FLOPs of a case, so that each budget can be met."""
+
+
+class Trainable(nn.Module):
+    """A case as a model: the results of its call, as a number, and the loss of two layers.
+
+    Tensors of the call that require a gradient are parameters, others are buffers.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.function = call.function
+        self.finish = call.finish
+        self.first = nn.Linear(WIDTH, WIDTH, dtype=call.dtype)
+        self.second = nn.Linear(WIDTH, WIDTH, dtype=call.dtype)
+        self.leaves, self.spec = pytree.tree_flatten((call.args, call.kwargs))
+        self.places: list[str | None] = []
+        known: dict[int, str] = {}
+        for number, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                self.places.append(None)
+                continue
+            name = known.setdefault(id(leaf), f"tensor{number}")
+            self.places.append(name)
+            if hasattr(self, name):
+                continue
+            if leaf.requires_grad:
+                self.register_parameter(name, nn.Parameter(leaf.detach().clone()))
+            else:
+                self.register_buffer(name, leaf.detach().clone())
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        hidden = torch.tanh(self.first(x))
+        leaves = list(self.leaves)
+        for position, name in enumerate(self.places):
+            if name is not None:
+                tensor = getattr(self, name)
+                leaves[position] = tensor * 1 if tensor.requires_grad else tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        results = self.function(*args, **kwargs)
+        if self.finish is not None:
+            results = self.finish(results)
+        loss = self.second(hidden).square().mean()
+        for result in pytree.tree_leaves(results):
+            if isinstance(result, Tensor) and (result.is_floating_point() or result.is_complex()):
+                loss = loss + result.abs().sum()
+        return loss
+
+
+def case_names(samples: int) -> list[str]:
+    """Every case, modules first: "module/NAME/NUMBER", "operator/NAME/NUMBER".
+
+    Args:
+        samples: inputs per operator and per module, at most.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some samples are made with what torch has deprecated
+        modules = [f"module/{name}/{i}" for name in module_names() for i in range(module_samples(name, samples))]
+        operators = [f"operator/{name}/{i}" for name in operator_names() for i in range(operator_samples(name, samples))]
+    return [name for name in (*modules, *operators) if name.rpartition("/")[0] not in LEFT_OUT]
+
+
+def case_of(name: str) -> tuple[Case, torch.dtype]:
+    """A case, and the type of its numbers."""
+    kind, named, number = name.split("/")
+    make = module_call if kind == "module" else operator_call
+    seed_everything(0)
+    dtype = make(named, int(number)).dtype
+
+    def made() -> tuple[nn.Module, dict[str, Any]]:
+        model = Trainable(make(named, int(number)))
+        return model, {"x": torch.randn(8, WIDTH, dtype=dtype)}
+
+    return Case(made, kind, left_behind, BUDGET), dtype
+
+
+def left_behind(model: nn.Module) -> float:
+    """The buffers as a number: running statistics are to be the same, too."""
+    return float(sum(b.to_dense().to(torch.complex128).nan_to_num().abs().sum().real for b in model.buffers()))
+
+
+def made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    """Equal models and batches, however often this is called."""
+    seed_everything(0)
+    return case.make()
+
+
+def dense(case: Case, model: nn.Module, call: Callable[..., Any], batch: Mapping[str, Any]) -> Trained:
+    """As `train`, with gradients that can be compared, whatever layout they had."""
+    found = train(case, model, call, batch)
+    found.gradients = [{n: None if g is None else g.to_dense() for n, g in step.items()} for step in found.gradients]
+    return found
+
+
+def measure(case: Case, tolerance: float, optimize: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """Train a case in eager mode, by torch.compile and by graphopt, and give a verdict.
+
+    Args:
+        tolerance: relative difference that counts as none.
+        optimize: in place of `graphopt.optimize`.
+    """
+    import graphopt
+
+    optimize = optimize or graphopt.optimize
+    _tell("eager's")
+    try:
+        model, batch = made(case)
+        eager = dense(case, model, model, batch)
+        again, same_batch = made(case)
+        repeated = compare(dense(case, again, again, same_batch), eager)
+        if not max(repeated["loss"], repeated["gradient"]) <= tolerance:
+            raise ValueError(f"the case does not repeat itself: {repeated}")
+    except Exception as error:
+        return {"verdict": "eager's", "error": described(error)}
+
+    _tell("torch's")
+    plain = attempt(partial(_plainly_trained, case, eager))
+    row: dict[str, Any] = {"torch_compile": plain}
+    for step, options in STEPS.items():
+        _tell("error")
+        row[step] = attempt(partial(_trained_by, optimize, case, eager, options))
+        row[step]["verdict"] = verdict(plain, row[step], tolerance)
+    found = [row[step]["verdict"] for step in STEPS]
+    row["verdict"] = next((v for v in ("wrong", "error", "ours", "torch's") if v in found), "ok")
+    return row
+
+
+def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What work gives, or how it fails, and in what time; nothing that was compiled before is left."""
+    torch.compiler.reset()
+    start = time.perf_counter()
+    try:
+        found = work()
+    except Exception as error:
+        found = {"error": described(error), "refused": isinstance(error, GraphoptError)}
+    return {**found, "seconds": time.perf_counter() - start}
+
+
+def _plainly_trained(case: Case, eager: Trained) -> dict[str, Any]:
+    model, batch = made(case)
+    return compare(dense(case, model, torch.compile(model, backend="aot_eager"), batch), eager)
+
+
+def _trained_by(optimize: Callable[..., Any], case: Case, eager: Trained, options: Mapping[str, Any]) -> dict[str, Any]:
+    model, batch = made(case)
+    seed_everything(1)
+    opt = optimize(model, batch, backend="aot_eager", **options)
+    return judged(opt, dense(case, model, opt, batch), eager)
+
+
+def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float) -> str:
+    """One of `VERDICTS`, for one step."""
+    torch_fails = "error" in plain or differs(plain, tolerance)
+    if "error" not in ours:
+        wrong = differs(ours, tolerance) or bool(ours["unselected_gradients"])
+        return "ok" if not wrong else "torch's" if "error" not in plain and torch_fails else "wrong"
+    if ours["refused"]:
+        return "torch's" if torch_fails else "ours"
+    return "torch's" if "error" in plain else "error"
+
+
+def differs(found: Mapping[str, Any], tolerance: float) -> bool:
+    """Whether a run gives other losses, gradients or buffers than eager autograd."""
+    return not max(found["loss"], found["gradient"]) <= tolerance or bool(found["effects"])
+
+
+def _tell(phase: str) -> None:
+    print(PREFIX + json.dumps(phase), flush=True)
+
+
+def main() -> None:
+    """Measure the cases that are named on the command line."""
+    import logging
+
+    warnings.simplefilter("ignore")
+    logging.getLogger("graphopt").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        start = time.perf_counter()
+        _tell("eager's")
+        try:
+            case, dtype = case_of(name)
+            row = measure(case, TOLERANCES[dtype])
+        except Exception as error:
+            row = {"verdict": "eager's", "error": described(error)}
+        row = {"case": name, "torch": torch.__version__, **row, "seconds": time.perf_counter() - start}
+        print(PREFIX + json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""`graphopt bench loops`: cases run in processes of their own, are kept, and the first thing that is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader
+
+from graphopt.bench import loops
+from graphopt.bench.loops_cases import CASES
+from graphopt.bench.loops_models import ADAM, Mlp, points
+from graphopt.bench.loops_run import PREFIX, Case, Loop, measure
+from graphopt.errors import InputError
+
+QUIET = Console(quiet=True)
+
+
+def test_a_case_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = loops.run(["plain-accumulation"], tmp_path, 1, QUIET)
+    (row,) = found["rows"]
+    assert row["verdict"] == "ok", row
+    assert row["flops_ratio"] <= 0.7
+    assert 0 < row["selected"] < row["trainable"]
+    assert [json.loads(line)["case"] for line in (tmp_path / loops.RESULTS).read_text().splitlines()] == ["plain-accumulation"]
+
+    def none(*args: Any, **options: Any) -> None:
+        raise AssertionError("a finished case was run again")
+
+    monkeypatch.setattr(subprocess, "run", none)
+    assert loops.run(["plain-accumulation"], tmp_path, 1, QUIET)["verdicts"] == {"ok": 1}
+
+
+def test_a_case_of_a_library_that_tests_need() -> None:
+    row = measure(CASES["trainer-callback"])
+    assert (row["verdict"], row["why"]) == ("ok", "")
+    assert row["flops_ratio"] <= 0.7
+
+
+def small(loop: Loop) -> None:
+    """Three steps."""
+    model = Mlp(8)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    batches = list(DataLoader(points(12), 4))
+    step = loop.optimized(model, batches[0], optimizer)
+    for batch in batches:
+        loss = step(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loop.losses.append(float(loss.detach()))
+
+
+def with_graphopt(change: Any) -> Case:
+    """A case in which something is changed after three steps with graphopt."""
+
+    def run(loop: Loop) -> None:
+        small(loop)
+        if loop.ours:
+            change(loop)
+
+    return Case(run, "PyTorch")
+
+
+def parameter(loop: Loop, name: str) -> nn.Parameter:
+    return dict(loop.opt.named_parameters())[name]
+
+
+def move(loop: Loop, name: str) -> None:
+    with torch.no_grad():
+        parameter(loop, name).add_(1.0)
+
+
+def under_a_budget(change: Any) -> Any:
+    return lambda loop: change(loop) if loop.budget else None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda loop: move(loop, "head.bias"), "without a budget: head.bias differs"),
+        (lambda loop: loop.losses.pop(), "without a budget: 2 losses instead of 3"),
+        (lambda loop: loop.losses.__setitem__(1, float("nan")), "without a budget: the loss of step 2 is nan"),
+        (lambda loop: loop.effects.append(torch.ones(1)), "without a budget: 1 tensors were collected instead of 0"),
+        (lambda loop: loop.opt.note("left to eager mode"), "without a budget: left to eager mode"),
+        (lambda loop: logging.getLogger("graphopt.some").warning("beware"), "without a budget: beware"),
+        (lambda loop: loop.check(False, "not reloaded"), "without a budget: not reloaded"),
+        (lambda loop: 1 / 0, "without a budget: ZeroDivisionError"),
+        (lambda loop: setattr(loop, "_opt", None), "without a budget: nothing was optimised"),
+        (
+            under_a_budget(lambda loop: move(loop, min(set(loop.before) - loop.opt.selected))),
+            "that are not selected were trained",
+        ),
+        (under_a_budget(lambda loop: move(loop, min(loop.opt.selected))), "differs by"),
+    ],
+)
+def test_what_is_wrong_is_named(change: Any, why: str) -> None:
+    row = measure(with_graphopt(change))
+    assert row["verdict"] == "wrong"
+    assert why in row["why"]
+
+
+def test_loops_that_cannot_be_judged() -> None:
+    row = measure(Case(lambda loop: loop.begin(Mlp()), "PyTorch"))
+    assert (row["verdict"], row["why"]) == ("loop fails", "it has no losses")
+    row = measure(Case(small, "PyTorch", {"torch": "torch", "no_such_module": "no-such-package"}))
+    assert (row["verdict"], row["why"]) == ("not installed", "not installed: pip install no-such-package")
+
+
+def test_cases_that_are_not_installed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"case": "sft", "group": "TRL", "verdict": "not installed", "why": "", "flops_ratio": None, "seconds": 0.0}
+    monkeypatch.setattr(loops, "run_case", lambda name, timeout: absent)
+    found = loops.run(["sft"], tmp_path, 1, QUIET)
+    assert found["verdicts"] == {"not installed": 1}
+    assert loops.finished(tmp_path / loops.RESULTS) == {}
+    loops.show(found, QUIET)
+
+
+@pytest.mark.parametrize(("phase", "verdict"), [("eager", "loop fails"), ("exact", "wrong"), ("budget", "wrong")])
+def test_a_process_that_dies_is_a_row(phase: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    died = SimpleNamespace(stdout=f"noise\n{PREFIX}{json.dumps(phase)}\n", stderr="killed", returncode=-9)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: died)
+    row = loops.run_case("hooks")
+    assert row["verdict"] == verdict
+    assert row["why"].startswith(f"{phase}: the process ended with -9")
+    loops.show({"rows": [row], "verdicts": {verdict: 1}, "torch": "2", "runs": "here"}, QUIET)
+
+
+def test_a_process_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*args: Any, **options: Any) -> None:
+        raise subprocess.TimeoutExpired("python", 1, output=f'{PREFIX}"budget"\n'.encode())
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    row = loops.run_case("hooks", 1)
+    assert (row["verdict"], row["why"]) == ("wrong", "budget: not finished after 1 s")
+
+
+def test_inputs_are_checked_and_a_torn_file_is_mended(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown case nobody"):
+        loops.run(["nobody"], tmp_path, 1, QUIET)
+    file = tmp_path / loops.RESULTS
+    file.write_text('{"case": "hooks", "verdict": "ok"}\n{"case": "ho')
+    assert list(loops.finished(file)) == ["hooks"]
+    file.write_text("[1]\n")
+    with pytest.raises(InputError, match="something else"):
+        loops.finished(file)
