@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench selection breadth fuzz clean
+.PHONY: help demo test lint format bench selection breadth loops operators fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,16 @@ breadth: $(STAMP) ## train many tiny models as eager mode does (an hour); goes o
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt timm diffusers bitsandbytes \
 		requests certifi charset-normalizer urllib3 importlib_metadata zipp
 	OMP_NUM_THREADS=1 $(BIN)/graphopt bench breadth --out examples/results/breadth $(ARGS)
+
+loops: $(STAMP) ## train in the loops of TRL, Lightning and others (15 minutes); goes on from the cases in the repository
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl datasets pytorch-lightning \
+		lightning-utilities torchmetrics sentence-transformers scikit-learn joblib narwhals threadpoolctl aiohttp aiosignal \
+		aiohappyeyeballs attrs dill frozenlist multidict multiprocess pandas propcache pyarrow xxhash yarl requests certifi \
+		charset-normalizer urllib3 python-dateutil
+	OMP_NUM_THREADS=1 $(BIN)/graphopt bench loops --out examples/results/loops $(ARGS)
+
+operators: $(STAMP) ## train torch's own operators and modules (half an hour); goes on from the cases in the repository
+	OMP_NUM_THREADS=1 $(BIN)/graphopt bench operators --out examples/results/operators $(ARGS)
 
 fuzz: $(STAMP) ## 2,000 random networks and long property tests on two processes; another SEED tries others
 	HYPOTHESIS_PROFILE=fuzz FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/properties tests/planner $(ARGS)

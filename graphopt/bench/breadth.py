@@ -159,7 +159,7 @@ def why(row: Row) -> str:
             f"left behind: {ours['effects']}" if ours["effects"] else "",
         ]
         return "; ".join([*filter(None, parts), *ours["notes"]])
-    if row["verdict"] == "ok, over budget":
+    if row["verdict"] in ("ok, partly planned", "ok, over budget"):
         counted = f", {ours['counted_ratio']:.1%} as counted" if ours["counted_ratio"] else ""
         unknown = f"trained though in no plan: {', '.join(ours['unknown_gradients'][:5])}" if ours["unknown_gradients"] else ""
         parts = [f"{ours['flops_ratio']:.1%} as planned{counted}, of {row['budget']:.0%}", unknown]

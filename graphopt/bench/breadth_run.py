@@ -32,7 +32,7 @@ FLOOR = 1e-4
 COUNTING = 0.03
 """By how much torch's own counter of FLOPs, which knows of products and convolutions alone, may exceed the budget."""
 
-VERDICTS = ("ok", "ok, over budget", "refused", "wrong", "uncompiled", "torch.compile fails", "case fails")
+VERDICTS = ("ok", "ok, partly planned", "ok, over budget", "refused", "wrong", "uncompiled", "torch.compile fails", "case fails")
 
 PREFIX = "breadth: "
 """Of lines of a process that are meant for the one that started it."""
@@ -343,7 +343,9 @@ def verdict(compiled: Mapping[str, Any], ours: Mapping[str, Any], budget: float 
     if ours["model_runs"] or not ours["steps_compiled"]:
         return "uncompiled"
     within = ours["flops_ratio"] <= budget + 1e-6 and (ours["counted_ratio"] or 0.0) <= budget + COUNTING
-    return "ok" if within and not ours["unknown_gradients"] else "ok, over budget"
+    if not within:
+        return "ok, over budget"
+    return "ok, partly planned" if ours["unknown_gradients"] else "ok"
 
 
 def described(error: BaseException) -> str:

@@ -377,7 +377,8 @@ class _Regions:
         outputs = list(outputs)
         for i, read in made.sources:  # where nothing is trained up to here, what comes after need not pass a gradient on
             value = outputs[i]
-            if value.grad_fn is not None and not any(isinstance(args[k], Tensor) and args[k].requires_grad for k in read):
+            differentiable = isinstance(value, Tensor) and value.grad_fn is not None
+            if differentiable and not any(isinstance(args[k], Tensor) and args[k].requires_grad for k in read):
                 outputs[i] = value.detach()
         return tuple(outputs)
 

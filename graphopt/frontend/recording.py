@@ -22,7 +22,7 @@ from graphopt.capture import TRACING, no_generation_cache, unchanged_draws
 from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import compiled_by, differentiates, is_restart, joint_graph, statically
 from graphopt.compat.graph_modules import copied, graph_module
-from graphopt.errors import InputError, NothingToPlan, first_line
+from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
 from graphopt.frontend.region import Region, region_of, tensor_names, training_graph
 from graphopt.graph import Parameter, TrainingGraph, ancestors, descendants
 from graphopt.specialise import specialise
@@ -84,7 +84,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         traced: tuple[fx.GraphModule, int] | None = None
         if differentiates(module):
             try:
-                traced = joint_graph(module, examples)
+                traced = _traced(module, examples)
             except Exception as error:
                 if is_restart(error):
                     raise
@@ -119,6 +119,23 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     if not joined.trainable:
         raise NothingToPlan(f"nothing of the model can be planned: what torch.compile traces has no parameters; {reason}")
     return Recording(joined, tuple(dict.fromkeys(unplanned)))
+
+
+def _traced(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:
+    """See `joint_graph`; where all outputs are views of inputs, which AOTAutograd does not trace, copies of them are returned."""
+    try:
+        return joint_graph(module, examples)
+    except CaptureError:
+        copies = graph_module(module, copied(module.graph))
+        output = copies.graph.output_node()
+        for node in output.all_input_nodes:
+            if isinstance(node.meta.get("example_value"), Tensor):
+                with copies.graph.inserting_before(output):
+                    copy_of_node = copies.graph.call_method("clone", (node,))
+                copy_of_node.meta = dict(node.meta)
+                output.replace_input_with(node, copy_of_node)
+        copies.recompile()
+        return joint_graph(copies, examples)
 
 
 def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -110,7 +110,7 @@ PLAIN = {"ok": True, "gradient": 0.0, "effects": ""}
         ({"flops_ratio": 0.71}, "ok, over budget"),
         ({"counted_ratio": 0.75}, "ok, over budget"),
         ({"counted_ratio": None}, "ok"),
-        ({"unknown_gradients": ["a"]}, "ok, over budget"),
+        ({"unknown_gradients": ["a"]}, "ok, partly planned"),
         ({"model_runs": 1}, "uncompiled"),
         ({"steps_compiled": False}, "uncompiled"),
         ({"loss": 0.1}, "wrong"),
