@@ -34,6 +34,7 @@ from graphopt.errors import (
     PassError,
     TorchVersionError,
     first_line,
+    forget_frames,
 )
 from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
@@ -179,6 +180,7 @@ def _training_graph(
             if not runs(model, args, kwargs):
                 raise error from second
             raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
+        forget_frames(error)
     return recording.graph, recording
 
 

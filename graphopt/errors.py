@@ -41,6 +41,13 @@ class TorchVersionError(GraphoptError, ImportError):
     """The installed torch is outside the supported range."""
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Have an error that was dealt with, and those that led to it, keep no frames alive, nor what their variables hold."""
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 def first_line(error: BaseException) -> str:
     """Type and first line of an error, for a message of one line."""
     lines = str(error).strip().splitlines()

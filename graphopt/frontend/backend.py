@@ -29,6 +29,7 @@ from graphopt.compat.dynamo import (
 )
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
+from graphopt.frontend.history import needs_gradient
 from graphopt.frontend.region import Region, drop_gradients, fix_sizes, region_of, training_graph, write_mutations
 from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
@@ -58,6 +59,7 @@ class CompiledRegion:
         sizes: of the last run, in the order of the placeholders that are numbers.
         sampled_part: see `Plan.sampled_part`.
         reduced: the plan's approximations could not be carried out.
+        needless: positions of its inputs that require a gradient which leads to nothing that is trained.
         gated: it waits by itself for what is still to be done to its weights; see `graphopt.offload_nodes`.
     """
 
@@ -72,6 +74,7 @@ class CompiledRegion:
     sampled_part: float = 1.0
     reduced: bool = False
     gated: bool = False
+    needless: tuple[int, ...] = ()
 
     def graph_of_last_run(self) -> TrainingGraph | None:
         """`graph`, with the sizes of the last run in the place of those that it was compiled with."""
@@ -109,6 +112,10 @@ class Host(Protocol):
 
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Which dimension of each value is the batch, among the tensors of the call under way."""
+        ...
+
+    def is_input(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the call under way."""
         ...
 
     def check(self, plan: Plan) -> None:
@@ -162,13 +169,28 @@ class PlanBackend:
             values: of the placeholders in the call under way.
         """
         start = time.perf_counter()
-        host, found = self.host(), CompiledRegion(region)
+        host, found = self.host(), CompiledRegion(region, needless=self.needless(values))
         run = self._compile(module, examples, found, host, values)
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
         trained = [p.name for p in region.parameters if p.trainable and self._trains(p.name, host.planned())]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         return _Made(found, run, _sources(found, trained) if cuts else ())
+
+    def needless(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Positions of inputs that require a gradient, but only for what the plan does not train, or for nothing at all."""
+        if self.plan.train is None:
+            return ()
+        tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
+        return tuple([i for i, v in tensors if not isinstance(v, nn.Parameter) and not needs_gradient(v, self._wanted)])
+
+    def _wanted(self, leaf: Tensor) -> bool:
+        """Whether the gradient of a leaf is asked for: it is trained, or one of the caller's tensors."""
+        host = self.host()
+        if not isinstance(leaf, nn.Parameter):
+            return host.is_input(leaf)
+        names = host.names().get(id(leaf), ())
+        return not names or self._trains(names[0], host.planned())
 
     def _trains(self, name: str, planned: Collection[str]) -> bool:
         return self.plan.train is None or name in self.plan.train or name not in planned
@@ -223,7 +245,7 @@ class PlanBackend:
             start = time.perf_counter()
             num_outputs = len(output_list(joint))
             graph = training_graph(found.region, joint, num_forward, weak().batch_size(), dims)
-            graph = self._rewritten(graph, found, weak(), trial)
+            graph = self._rewritten(_without(graph, found.needless), found, weak(), trial)
             trial.clear()
             found.graph = graph.clone()
             found.gated = any(node.target is torch.ops.graphopt.gate.default for node in graph.graph.nodes)
@@ -241,7 +263,9 @@ class PlanBackend:
             weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
         changes = bool(self.plan.passes)
-        return Hooks(rewrite if changes else None, see, halves, failed, self._key(found.region, host), self.plan.samples)
+        return Hooks(
+            rewrite if changes else None, see, halves, failed, self._key(found.region, found.needless, host), self.plan.samples
+        )
 
     def _rewritten(self, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
         """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
@@ -277,7 +301,7 @@ class PlanBackend:
             drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("parameter", name)) for name in cut])
             remove_dead_nodes(graph.module)
 
-    def _key(self, region: Region, host: Host) -> str:
+    def _key(self, region: Region, needless: tuple[int, ...], host: Host) -> str:
         """All that a rewritten region depends on but its graph, as text that is the same in every process."""
         from graphopt import __version__
 
@@ -286,7 +310,7 @@ class PlanBackend:
         receivers = (self.plan.checking, self.plan.offload, host.values.numbers)
         batch = (self.plan.ratios, self.plan.mixing, host.batch_size()) if self.plan.samples else ()
         plan = (train, passes, sorted(self.plan.recompute), sorted(self.plan.imprecise), receivers, batch)
-        told = (__version__, region.names, sorted(host.planned()), plan)
+        told = (__version__, region.names, needless, sorted(host.planned()), plan)
         return "graphopt " + hashlib.sha256(repr(told).encode()).hexdigest()
 
 
@@ -302,6 +326,14 @@ class _Made:
     region: CompiledRegion
     run: Callable[..., Any]
     sources: Sequence[tuple[int, tuple[int, ...]]]
+
+
+def _without(graph: TrainingGraph, needless: Sequence[int]) -> TrainingGraph:
+    """A region without the gradients of some of its inputs."""
+    if needless:
+        drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("input", i)) for i in needless])
+        remove_dead_nodes(graph.module)
+    return graph
 
 
 def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]) -> str:
@@ -356,13 +388,15 @@ class _Regions:
         self.placeholders = placeholders
         self._held = [i for i, value in enumerate(values) if isinstance(value, nn.Parameter)]
         self._numbers = [i for i, node in enumerate(placeholders) if isinstance(node.meta.get("example_value"), SymInt)]
-        self._known = {tuple(id(values[i]) for i in self._held): first}
-        self._by_names: dict[Hashable, _Made] = {first.region.region.names: first}
+        needless = first.region.needless
+        self._known: dict[Hashable, _Made] = {(tuple(id(values[i]) for i in self._held), needless): first}
+        self._by_names: dict[Hashable, _Made] = {(first.region.region.names, needless): first}
 
     def __call__(self, *args: Any) -> Any:
-        made = self._known.get(tuple([id(args[i]) for i in self._held]))
+        needless = self.backend.needless(args)
+        made = self._known.get((tuple([id(args[i]) for i in self._held]), needless))
         if made is None:
-            made = self._other(args)
+            made = self._other(args, needless)
         host = self.backend.host()
         host.ran(made.region)
         if self._numbers:
@@ -378,14 +412,16 @@ class _Regions:
         for i, read in made.sources:  # where nothing is trained up to here, what comes after need not pass a gradient on
             value = outputs[i]
             differentiable = isinstance(value, Tensor) and value.grad_fn is not None
-            if differentiable and not any(isinstance(args[k], Tensor) and args[k].requires_grad for k in read):
+            if differentiable and not any(
+                isinstance(args[k], Tensor) and args[k].requires_grad and k not in needless for k in read
+            ):
                 outputs[i] = value.detach()
         return tuple(outputs)
 
-    def _other(self, args: tuple[Any, ...]) -> _Made:
-        """The region for other parameters than those that are known."""
+    def _other(self, args: tuple[Any, ...], needless: tuple[int, ...]) -> _Made:
+        """The region for other parameters than those that are known, or other needless gradients."""
         region = region_of(self.placeholders, args, self.backend.host().names())
-        key: Hashable = region.names
+        key: Hashable = (region.names, needless)
         made = self._by_names.get(key)
         if made is None:  # Dynamo's guards hold for it, but sizes may be symbols there and are numbers here
             key = (key, tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args))
@@ -393,6 +429,6 @@ class _Regions:
         if made is None:
             module = graph_module(self.module, copied(self.module.graph))
             made = self._by_names[key] = self.backend._made(module, args, region, args)
-        if key == region.names:
-            self._known[tuple([id(args[i]) for i in self._held])] = made
+        if key == (region.names, needless):
+            self._known[tuple([id(args[i]) for i in self._held]), needless] = made
         return made

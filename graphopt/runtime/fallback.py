@@ -44,9 +44,9 @@ class Fallback:
             self.notes.append(text)
             logger.warning("%s", text)
 
-    def drop_unselected(self, opt: OptimizedModule) -> None:
+    def drop_unselected(self, opt: OptimizedModule | None) -> None:
         """Have tensors that are not selected lose any gradient that reaches them."""
-        if self._hooks or not opt.selects:
+        if self._hooks or opt is None or not opt.selects:
             return
         for name, parameter in self.model.named_parameters():
             if parameter.is_leaf and parameter.requires_grad:

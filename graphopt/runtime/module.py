@@ -200,14 +200,14 @@ class OptimizedModule(nn.Module):
         if self._graph is None:
             self._captured(args, kwargs)
         if self._running is None:
-            me = weakref.ref(self)
+            me, fallback = weakref.ref(self), self._fallback  # what runs a model must not keep alive who has it run
             self.__dict__["_running"] = Running(
                 self._model,
                 self._captures.backend,
                 self.counters,
                 [p.name for p in self._graph.parameters],
-                self._fallback.note,
-                lambda: self._fallback.drop_unselected(me()),
+                fallback.note,
+                lambda: fallback.drop_unselected(me()),
                 self._captures.batch_dim,
                 self._fullgraph,
                 self._several_graphs,

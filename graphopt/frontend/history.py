@@ -1,0 +1,39 @@
+"""What a tensor that enters a part of a model was computed from, as autograd knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
+    """Whether a gradient of `tensor` goes on to a leaf that is wanted.
+
+    Where that cannot be seen, because a Python function or a hook is on the way, it does.
+
+    Args:
+        wanted: of a leaf, whether its gradient is.
+    """
+    if not tensor.requires_grad:
+        return False
+    if tensor.retains_grad or tensor._backward_hooks:
+        return True
+    if tensor.grad_fn is None:
+        return wanted(tensor)
+    waiting: list[Any] = [tensor.grad_fn]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, torch.autograd.function.BackwardCFunction):  # compiled parts, which are cut themselves, among them
+            return True
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and wanted(leaf):
+            return True
+        for source, _ in node.next_functions:
+            if source is not None and source not in seen:
+                seen.add(source)
+                waiting.append(source)
+    return False
