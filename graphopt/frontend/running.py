@@ -178,6 +178,7 @@ class Running:
         self._settings = Settings(model)
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
+        self._trainable: list[nn.Parameter] | None = None
         self._draws = True
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
@@ -216,7 +217,9 @@ class Running:
             inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             versions = [t._version for t in inputs]
         self._detaches = True
-        anchors = [t for t in (*self.model.parameters(), *inputs) if t.requires_grad]
+        if not self.settled or self._trainable is None:  # else Dynamo's guards hold: they are the same
+            self._trainable = [p for p in self.model.parameters() if p.requires_grad]
+        anchors = [*self._trainable, *(t for t in inputs if t.requires_grad)]
         leaves = pytree.tree_leaves(output)
         seen = {i: leaves[i] for i in positions}
         called = {name: value for name, value in vars(self.model).items() if name in _OF_A_CALL}
