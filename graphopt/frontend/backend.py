@@ -114,10 +114,6 @@ class Host(Protocol):
         """Which dimension of each value is the batch, among the tensors of the call under way."""
         ...
 
-    def is_input(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the call under way."""
-        ...
-
     def check(self, plan: Plan) -> None:
         """Raise what the user has to know before anything is compiled under a plan."""
         ...
@@ -185,10 +181,10 @@ class PlanBackend:
         return tuple([i for i, v in tensors if not isinstance(v, nn.Parameter) and not needs_gradient(v, self._wanted)])
 
     def _wanted(self, leaf: Tensor) -> bool:
-        """Whether the gradient of a leaf is asked for: it is trained, or one of the caller's tensors."""
+        """Whether the gradient of a leaf is asked for: it is trained, or no parameter, so that the caller may hold it."""
         host = self.host()
         if not isinstance(leaf, nn.Parameter):
-            return host.is_input(leaf)
+            return True
         names = host.names().get(id(leaf), ())
         return not names or self._trains(names[0], host.planned())
 

@@ -412,10 +412,6 @@ class Running:
         found = self._batch_dims()
         return [found.get(id(value)) for value in values]
 
-    def is_input(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one of the call under way."""
-        return any(leaf is tensor for leaf in pytree.tree_leaves(self._call))
-
     def _batch_dims(self) -> dict[int, int | None]:
         """Of the call under way, by the tensors' `id`."""
         inputs = flatten_call(*self._call)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt.budget import Budget
@@ -141,10 +141,6 @@ class _Host:
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Unknown."""
         return [None] * len(values)
-
-    def is_input(self, tensor: Tensor) -> bool:
-        """Unknown: it may be."""
-        return True
 
     def check(self, plan: Plan) -> None:
         """Whatever is frozen is guarded by Dynamo."""
