@@ -40,7 +40,7 @@ from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
+from graphopt.passes import GreenTrainer, Lsp, Pass, Preserves, Recompute, RunLora, Vcas
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.joint_plan import default_compression
@@ -103,7 +103,7 @@ def optimize(
     args, kwargs = as_call(example_inputs)
     _require_storage(model)
     _require_one_replica(model)
-    captures = Captures(model, batch_dim, backend)
+    captures = Captures(model, batch_dim, backend, symbolic=any(p.preserves is Preserves.UNBIASED for p in chosen))
     with _training_mode(model):
         start = time.perf_counter()
         try:

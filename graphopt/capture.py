@@ -13,7 +13,6 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -61,6 +60,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     batch_dim: BatchDim = 0,
+    symbolic: bool = True,
 ) -> TrainingGraph:
     """Trace one training step's forward and backward of `model(*args, **kwargs)`.
 
@@ -68,6 +68,7 @@ def capture(
         model: in the mode (train or eval, per module) that is to be captured; real, fake or meta tensors.
         args, kwargs: example arguments; tensors of any batch size.
         batch_dim: see `BatchDim`.
+        symbolic: for any batch size, as far as the model allows; else for that of the example alone, in a third of the time.
     Returns:
         The joint graph, with `batch_size` that of the example.
     Raises:
@@ -76,10 +77,12 @@ def capture(
     """
     compat.require_supported_torch()
     with TRACING:
-        return _capture(model, args, kwargs or {}, batch_dim)
+        return _capture(model, args, kwargs or {}, batch_dim, symbolic)
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> TrainingGraph:
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, symbolic: bool
+) -> TrainingGraph:
     inputs = flatten_call(args, kwargs)
     dims = batch_dims_of(inputs, batch_dim)
     batch_size = batch_size_of(inputs, dims)
@@ -93,6 +96,8 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any],
             return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
         if batch_size == 0:
             raise InputError("the batch is empty: pass at least one sample.")
+        if not symbolic:
+            return _trace(model, inputs, tensors, dims, batch_size, f"a batch of {batch_size}")
         reason = ""
         for repeats in _repeats(model, tensors, dims, batch_size):
             try:
@@ -112,8 +117,7 @@ def capture_to_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     batch_size = batch_size_of(inputs, graph.batch_dims)
     if batch_size is None or graph.accepts(batch_size):
         return graph
-    static = capture(model, args, kwargs, None)
-    return replace(static, batch_size=batch_size, batch_dims=graph.batch_dims, static_reason=f"a batch of {batch_size}")
+    return capture(model, args, kwargs, batch_dim, symbolic=False)
 
 
 def _trace(

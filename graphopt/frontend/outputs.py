@@ -35,17 +35,16 @@ def detached(output: Any, attached: frozenset[int]) -> tuple[Any, tuple[int, ...
     return pytree.tree_unflatten(leaves, spec), positions
 
 
-def reattached(output: Any, positions: Sequence[int], anchors: Sequence[Tensor], rerun: Rerun) -> Any:
-    """The output with the leaves at `positions` differentiable again, through `rerun`.
+def reattached(leaves: list[Any], positions: Sequence[int], anchors: Sequence[Tensor], rerun: Rerun) -> list[Any]:
+    """An output's leaves, those at `positions` differentiable again, through `rerun`.
 
     Args:
         anchors: tensors that require a gradient and that those leaves may depend on.
     """
-    leaves, spec = pytree.tree_flatten(output)
     found = _Reattached.apply(rerun, tuple(positions), *(leaves[i] for i in positions), *anchors)
     for i, leaf in zip(positions, found, strict=True):
         leaves[i] = leaf
-    return pytree.tree_unflatten(leaves, spec)
+    return leaves
 
 
 class _Reattached(torch.autograd.Function):

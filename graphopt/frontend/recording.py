@@ -189,15 +189,13 @@ class _Joined:
     def __init__(self, regions: Sequence[RecordedRegion], returned: Sequence[Tensor]) -> None:
         self.graph = fx.Graph()
         self.inputs: list[InputDesc] = []
-        self.outputs: list[OutputDesc] = []
         self.parameters: dict[str, Parameter] = {}
         self.root = nn.Module()
-        self._results: list[fx.Node | None] = []
         self._returned = {id(value) for value in returned}
         self._placeholders: dict[Any, fx.Node] = {}
         self._made: dict[int, fx.Node] = {}
         self._gradients: dict[int, list[fx.Node]] = {}
-        self._parameter_gradients: dict[str, list[fx.Node]] = {}
+        self._leaf_gradients: dict[InputDesc, list[fx.Node]] = {}
         self._maps: list[dict[fx.Node, fx.Node]] = []
         self._hold_inputs(regions)
         for number, region in enumerate(regions):
@@ -313,15 +311,15 @@ class _Joined:
         for returned, result in zip(graph.outputs, graph.results, strict=True):
             if returned.kind != "gradient" or not isinstance(result, fx.Node):
                 continue
-            if returned.target.kind == "parameter":
-                self._parameter_gradients.setdefault(returned.target.target, []).append(mapping[result])
-                continue
             value = self._value(region, returned.target)
-            if isinstance(value, Tensor) and id(value) in self._made:
+            if returned.target.kind == "parameter":
+                self._leaf_gradients.setdefault(returned.target, []).append(mapping[result])
+            elif isinstance(value, Tensor) and id(value) in self._made:
                 self._gradients.setdefault(id(value), []).append(mapping[result])
             else:  # of an input of the caller's, or of what was computed between regions: always needed
-                self.outputs.append(OutputDesc("slot", f"region {number}: {returned.target.target}"))
-                self._results.append(mapping[result])
+                held = self._placeholders["input", id(value)] if isinstance(value, Tensor) else None
+                position = len(self.inputs) if held is None else list(self._placeholders.values()).index(held)
+                self._leaf_gradients.setdefault(InputDesc("input", position), []).append(mapping[result])
 
     def _laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A tensor in the memory layout with which the next region was traced: what it does with views depends on that."""
@@ -358,12 +356,7 @@ class _Joined:
 
     def _finish(self) -> None:
         """The order that every training graph has: outputs, then gradients."""
-        slots = list(zip(self.outputs, self._results, strict=True))
         forward = [(OutputDesc("output", i), node) for i, node in enumerate(dict.fromkeys(self._made.values()))]
-        gradients = [
-            (OutputDesc("gradient", InputDesc("parameter", name)), self._sum(terms))
-            for name, terms in self._parameter_gradients.items()
-        ]
-        every: list[tuple[OutputDesc, fx.Node | None]] = [*forward, *gradients, *slots]
-        self.outputs = [desc for desc, _ in every]
-        self.graph.output(tuple(node for _, node in every))
+        gradients = [(OutputDesc("gradient", desc), self._sum(terms)) for desc, terms in self._leaf_gradients.items()]
+        self.outputs = [desc for desc, _ in (*forward, *gradients)]
+        self.graph.output(tuple(node for _, node in (*forward, *gradients)))

@@ -179,6 +179,7 @@ class Running:
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
         self._trainable: list[nn.Parameter] | None = None
+        self._devices: list[str] = []
         self._draws = True
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
@@ -195,7 +196,7 @@ class Running:
         start = time.perf_counter()
         may_run_again = self._detaches and self._differentiated is not None
         before = torch.get_rng_state() if self._draws and may_run_again else None
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)] if may_run_again else []
+        inputs = _tensors((args, kwargs)) if may_run_again else []
         versions = [t._version for t in inputs]
         self._calls += 1
         watched = list(self.model.buffers()) if may_run_again and self._calls <= FIRST_CALLS else []
@@ -214,17 +215,18 @@ class Running:
             self._detaches = False
             return output
         if not may_run_again:  # the first call of this kind
-            inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            inputs = _tensors((args, kwargs))
             versions = [t._version for t in inputs]
         self._detaches = True
         if not self.settled or self._trainable is None:  # else Dynamo's guards hold: they are the same
             self._trainable = [p for p in self.model.parameters() if p.requires_grad]
+            self._devices = sorted({"cpu", *(p.device.type for p in self._trainable)})
         anchors = [*self._trainable, *(t for t in inputs if t.requires_grad)]
-        leaves = pytree.tree_leaves(output)
-        seen = {i: leaves[i] for i in positions}
-        called = {name: value for name, value in vars(self.model).items() if name in _OF_A_CALL}
-        kinds = sorted({"cpu", *(t.device.type for t in anchors)})
-        autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        leaves, spec = pytree.tree_flatten(output)
+        seen = [leaves[i] for i in positions]
+        own = vars(self.model)
+        called = [own.get(name, _ABSENT) for name in _OF_A_CALL]
+        autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self._devices]
 
         def rerun(wanted: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
             if versions != [t._version for t in inputs]:
@@ -234,15 +236,15 @@ class Running:
                 for kind, dtype, enabled in autocast:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
                 vars(self.model).pop("forward", None)  # a loop's own, which would compute a step in this one
-                vars(self.model).update(called)
+                vars(self.model).update((k, v) for k, v in zip(_OF_A_CALL, called, strict=True) if v is not _ABSENT)
                 again, _ = self._run(plan, frozenset(wanted), args, kwargs)
                 more = frozenset() if self._asked is None else self._asked
                 self._asked = self._differentiated = more | frozenset(wanted)
                 found = pytree.tree_leaves(again)
-                self._check_same([(found[i], seen[i]) for i in wanted])
+                self._check_same([(found[i], before) for i, before in zip(positions, seen, strict=True) if i in wanted])
                 return torch.autograd.grad([found[i] for i in wanted], anchors, gradients, allow_unused=True)
 
-        return reattached(output, positions, anchors, rerun)
+        return pytree.tree_unflatten(reattached(leaves, positions, anchors, rerun), spec)
 
     def _run(
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -449,6 +451,13 @@ class Running:
 
 _OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
+
+_ABSENT = object()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]  # tree_leaves takes four times as long
 
 
 def _close(again: Tensor, before: Tensor) -> bool:

@@ -22,7 +22,7 @@ from graphopt.analysis.contraction_orders import (
 )
 from graphopt.analysis.lora_sites import LoraLayer, find_lora_sites
 from graphopt.analysis.products import product
-from graphopt.graph import BATCH, TrainingGraph
+from graphopt.graph import TrainingGraph
 from graphopt.passes.runlora import RunLora, legal_orders, refusal
 from graphopt.planner.product_times import ProductTimes
 
@@ -45,7 +45,7 @@ class Choice:
         flops_before, flops_after: forward and backward of the layer.
         saved_before, saved_after: bytes kept for the backward beside X and the weights.
         seconds_before, seconds_after: predicted for forward and backward; None where time was not measured.
-        crossover_batch: from this batch size on the merged forward needs fewer FLOPs; None if the batch is no factor of X.
+        crossover_rows: from so many rows of X (tokens of a batch) on the merged forward needs fewer FLOPs.
         why: in words.
     """
 
@@ -58,7 +58,7 @@ class Choice:
     saved_after: int
     seconds_before: float | None
     seconds_after: float | None
-    crossover_batch: float | None
+    crossover_rows: float
     why: str
 
     def __str__(self) -> str:
@@ -143,15 +143,9 @@ def _choose(
         saved_bytes(order, shape),
         None if times is None else _seconds(before, shape, times),
         None if times is None else _seconds(order, shape, times),
-        _crossover(layer.shape),
+        forward_crossover(shape),
         why,
     )
-
-
-def _crossover(shape: LayerShape) -> float | None:
-    if isinstance(shape.rows, int) or BATCH not in shape.rows.free_symbols:
-        return None
-    return forward_crossover(shape) / float(shape.rows.subs(BATCH, 1))
 
 
 def _seconds(order: Order, shape: LayerShape, times: ProductTimes) -> float:

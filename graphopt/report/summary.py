@@ -204,12 +204,6 @@ def make_report(
     approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = captures.counters
     choices = [choice for report in reports for choice in report.choices]
-    if choices and graph.symbolic:  # a graph that runs may have numbers for sizes, which cross nothing
-        planned = {c.layer: c for r in plan.rewrite(graph, size)[1] for c in r.choices if isinstance(c, Choice)}
-        choices = [
-            replace(c, crossover_batch=planned[c.layer].crossover_batch) if isinstance(c, Choice) and c.layer in planned else c
-            for c in choices
-        ]
     reordered = {choice.layer for choice in choices}
     left_alone = {
         name: why
@@ -243,7 +237,7 @@ def make_report(
         batch_size=flops.batch_size,
         importance=plan.importance.source if plan.importance else "",
         solver=plan.selection.solver if plan.selection else "",
-        batch="symbolic (any size)" if graph.symbolic else f"fixed: {graph.static_reason}",
+        batch="symbolic (any size)" if graph.symbolic else f"as in the example: {graph.static_reason}",
         device=next((str(n.meta["val"].device) for n in graph.placeholders), "cpu"),
         backend=captures.backend if isinstance(captures.backend, str) else getattr(captures.backend, "__name__", "callable"),
         captures=counters.captures,

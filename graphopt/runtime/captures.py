@@ -1,11 +1,12 @@
 """What is known of a model's calls beside running them: captured graphs, for planning while training goes on; measuring steps.
 
-A new batch size is a substitution into a captured graph; a new call signature (sequence length, dtype, training flags,
-`requires_grad` flags, autocast and the like) is a capture. The cache evicts the least recently used entry.
+A new call signature (sizes, dtype, training flags, `requires_grad` flags, autocast and the like) is a capture; where rows are
+sampled, a new batch size is a substitution into a captured graph. The cache evicts the least recently used entry.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import time
@@ -18,7 +19,7 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import capture_to_run
+from graphopt.capture import capture, capture_to_run
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
@@ -48,11 +49,17 @@ class _CapturesState:
 class Captures:
     """Finds or makes the captured graph for a call of `model`."""
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend) -> None:
-        """See `graphopt.optimize`."""
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False) -> None:
+        """Set up.
+
+        Args:
+            model, batch_dim, backend: see `graphopt.optimize`.
+            symbolic: graphs hold for any batch size.
+        """
         self.model = model
         self.batch_dim = batch_dim
         self.backend = backend
+        self.symbolic = symbolic
         self.counters = Counters()
         self.uniforms = Uniforms()
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
@@ -135,7 +142,8 @@ class Captures:
                 return place, graph
         start = time.perf_counter()
         with compat.unobserved():
-            graph = capture_to_run(self.model, args, kwargs, self.batch_dim)
+            capturing = capture_to_run if self.symbolic else functools.partial(capture, symbolic=False)
+            graph = capturing(self.model, args, kwargs, self.batch_dim)
         self.counters.captures += 1
         self.counters.capture_seconds += time.perf_counter() - start
         # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);

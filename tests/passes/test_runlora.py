@@ -342,7 +342,7 @@ def test_another_batch_size_picks_anew_without_a_trace() -> None:
     assert opt.report.captures == 1
     assert all("forward1" in order for order in orders[2])
     assert all("forward2" in order for order in orders[50])
-    assert opt.report.adapters[0]["crossover_batch"] == pytest.approx(6 * 8 / 14)
+    assert opt.report.adapters[0]["crossover_rows"] == pytest.approx(6 * 8 / 14)
 
 
 def test_with_a_cut_and_with_checkpointing() -> None:
