@@ -133,8 +133,7 @@ def optimize(
         opt.compress(Subspaces(compression, {name: weights[name] for name in plan.compressed}))
         plan = opt.plan
     for rewrite in plan.passes:
-        needed = not (isinstance(rewrite, Vcas) and rewrite.jointly) or plan.selection is not None
-        if isinstance(rewrite, Vcas) and rewrite.adaptive and needed and budget.variance is not None:
+        if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None:
             opt.control(SamplingController(opt, rewrite, budget.variance))
     if budget.variance is not None and opt.controller is None:  # the plan does without sampling
         opt.control(IdleController())

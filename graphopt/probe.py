@@ -18,8 +18,7 @@ from graphopt.analysis.batch_dims import BatchDim
 from graphopt.analysis.boundaries import find_boundaries
 from graphopt.analysis.weight_products import find_weight_products
 from graphopt.compat import InputDesc, fake_like
-from graphopt.graph import TrainingGraph
-from graphopt.planner.sample_ratios import LEVELS
+from graphopt.graph import TrainingGraph, descendants
 from graphopt.row_levels import RowLevels
 from graphopt.tangents import for_loss_alone
 
@@ -35,7 +34,7 @@ class Probe:
 
     Attributes:
         graph: with inputs `COUNTS` and `InputDesc("random", seed)`, and slots "norms <boundary>" and "variance <weight>" that its
-            backward returns; one of `make_term_probe` with neither input, and slots "variances <weight>".
+            backward returns.
         parents: the boundary above each boundary, from the output to the input.
         tokens: rows per sample of each weight's product, and the boundary above it.
     """
@@ -73,7 +72,7 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
         own = _back_to(node, anchor)
         node.replace_all_uses_with(scaled, delete_user_cb=lambda user, own=own: user not in own, propagate_meta=False)  # type: ignore[misc]
         measured.add_backward_output(f"norms {boundary.name}", norms)
-        above |= dict.fromkeys(_users_below(scaled), boundary.name)
+        above |= dict.fromkeys(descendants([scaled]), boundary.name)
     tokens = {}
     for site, product in enumerate(products, start=len(boundaries)):
         node = product.node
@@ -83,22 +82,6 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
         tokens[product.name] = (product.tokens, above.get(node))
     measured.module.recompile()
     return Probe(measured, parents, tokens)
-
-
-def make_term_probe(graph: TrainingGraph) -> Probe:
-    """A graph that samples nothing and returns, as slot "variances <weight>", the variance that keeping every multiple of
-    1 / LEVELS of the terms of each weight's gradient would add; `graph` itself stays as it is.
-    """
-    measured = for_loss_alone(graph).clone()
-    levels = RowLevels(measured, [], lambda weights, *_: (weights, weights))
-    tokens: dict[str, tuple[int, str | None]] = {}
-    for product in find_weight_products(measured):
-        args = (_weights(levels, product.node), LEVELS)
-        by_level = levels.emit(torch.ops.graphopt.level_variances.default, args, product.node)
-        measured.add_backward_output(f"variances {product.name}", by_level)
-        tokens[product.name] = (product.tokens, None)
-    measured.module.recompile()
-    return Probe(measured, {}, tokens)
 
 
 def _weights(levels: RowLevels, product: fx.Node) -> fx.Node:
@@ -116,14 +99,3 @@ def _back_to(node: fx.Node, end: fx.Node) -> set[fx.Node]:
         found.add(current)
         current = current.next
     return found
-
-
-def _users_below(node: fx.Node) -> set[fx.Node]:
-    seen = {node}
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user not in seen:
-                seen.add(user)
-                stack.append(user)
-    return seen

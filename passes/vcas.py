@@ -49,12 +49,8 @@ class Vcas:
         seed: of the generator that rows are drawn with.
         every: steps between adaptations (F); the paper's advice is at most 1/50 of all steps, and no more than 500.
         alpha, beta: how fast an adaptation changes the rows' and the tokens' ratios.
-        jointly: under `Budget(flops=..., variance=...)`, every `every` steps what is trained and the ratios of tokens are chosen
-            as one program, so that what sampling saves trains more tensors; rows are all kept. Without it, ratios are lowered for
-            whatever is selected.
     Raises:
-        PassError: a ratio outside (0, 1], ratios that increase towards the input, an unknown sampler, or ratios both given
-            and to be chosen.
+        PassError: a ratio outside (0, 1], ratios that increase towards the input, or an unknown sampler.
     """
 
     keep_rows: float | tuple[float, ...] | None = None
@@ -64,7 +60,6 @@ class Vcas:
     every: int = 100
     alpha: float = 0.01
     beta: float = 0.95
-    jointly: bool = False
     name = "vcas"
     preserves = Preserves.UNBIASED
     serves = ("variance",)
@@ -79,8 +74,6 @@ class Vcas:
                 raise PassError(f"{name}={rate!r} must be a number between 0 and 1.")
         if isinstance(self.keep_rows, Sequence) and not isinstance(self.keep_rows, str) and self.keep_rows:
             object.__setattr__(self, "keep_rows", tuple(self.keep_rows))
-        if self.jointly and not self.adaptive:
-            raise PassError("jointly=True chooses the ratios: leave out keep_rows and keep_tokens.")
         rows = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows,)
         tokens = self.keep_tokens.values() if isinstance(self.keep_tokens, Mapping) else (self.keep_tokens,)
         for name, ratios in (("keep_rows", rows), ("keep_tokens", tokens)):

@@ -162,9 +162,6 @@ VARIANTS = {
     "lsp": Variant(1e-3, compressed),
     "runlora": Variant(1e-3, adapters),
     "auto": Variant(1e-3, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE))),
-    "joint": Variant(
-        1e-3, within(graphopt.Budget(flops=FLOPS, variance=VARIANCE), ["greentrainer", Vcas(every=50, jointly=True)])
-    ),
 }
 
 

@@ -70,7 +70,7 @@ def first_difference(
     planned = [p.name for p in graph.parameters]
     told: list[str] = []
     kept = tuple(p for p in plan.passes if p.preserves is not Preserves.UNBIASED)
-    plan = replace(plan.exact_selection(), passes=kept, ratios=(), offload=None)
+    plan = replace(plan, passes=kept, ratios=(), offload=None)
     taken = _Taken(subspaces)
     running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, parts=parts, supplier=taken)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]

@@ -148,29 +148,12 @@ def row_scales(weights: Tensor, uniforms: Tensor, count: Tensor) -> tuple[Tensor
     return torch.zeros_like(weights, dtype=torch.float64).index_copy(0, rows, scale), variance
 
 
-def level_variances(weights: Tensor, levels: int) -> Tensor:
-    """The variance of `systematic_rows` at every multiple of 1 / `levels`, the number of rows rounded up.
-
-    Returns:
-        (levels,) float64: of keeping 1 / levels, 2 / levels, ... of the rows; the last is 0.
-    """
-    x = _comparable(weights)
-    ordered = torch.sort(x, descending=True).values
-    found = []
-    for level in range(1, levels):
-        count = max(1, -(-level * weights.numel() // levels))
-        found.append(_variance(weights, *_filled(_capped(x, ordered, count), count)))
-    return torch.stack([*found, torch.zeros((), dtype=torch.float64, device=weights.device)])
-
-
 library.define("systematic_rows(Tensor weights, Tensor uniforms, int count) -> (Tensor, Tensor, Tensor)")
 library.define("bernoulli_rows(Tensor weights, Tensor uniforms, int count, int capacity) -> (Tensor, Tensor, Tensor)")
 library.define("row_scales(Tensor weights, Tensor uniforms, Tensor count) -> (Tensor, Tensor)")
-library.define("level_variances(Tensor weights, int levels) -> Tensor")
 library.impl("systematic_rows", systematic_rows, "CompositeExplicitAutograd")
 library.impl("bernoulli_rows", bernoulli_rows, "CompositeExplicitAutograd")
 library.impl("row_scales", row_scales, "CompositeExplicitAutograd")
-library.impl("level_variances", level_variances, "CompositeExplicitAutograd")
 
 
 def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,8 +174,3 @@ def _(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Ten
 @torch.library.register_fake("graphopt::row_scales", lib=library)
 def _(weights: Tensor, uniforms: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(weights, dtype=torch.float64), torch.empty((), dtype=torch.float64, device=weights.device)
-
-
-@torch.library.register_fake("graphopt::level_variances", lib=library)
-def _(weights: Tensor, levels: int) -> Tensor:
-    return torch.empty(levels, dtype=torch.float64, device=weights.device)

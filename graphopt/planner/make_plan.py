@@ -62,10 +62,7 @@ def make_plan(
         return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss)
 
     # Gradients are compressed only where the caller has named the pass: they need an optimizer of their own.
-    plan = within_memory(plan, graph, Means(freeze), rate)
-    if plan.selection is None and any(isinstance(p, Vcas) and p.jointly for p in plan.passes):
-        plan = replace(plan, not_needed={**plan.not_needed, Vcas.name: "everything is trained within the FLOPs"})
-    return plan
+    return within_memory(plan, graph, Means(freeze), rate)
 
 
 def compressed_weights(plan: Plan, compression: Lsp, graph: TrainingGraph) -> tuple[str, ...]:

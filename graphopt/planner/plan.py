@@ -59,7 +59,6 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
         raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
     if budget.variance is None and any(isinstance(p, Vcas) and p.adaptive for p in chosen):
         raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
-    _check_jointly(chosen, budget)
     if budget.memory is None and any(isinstance(p, Recompute) and p.segments is None for p in chosen):
         raise PassError("recompute needs the names of segments, or a Budget(memory=...) to choose them for.")
     served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
@@ -73,18 +72,6 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
                 "Remove it from the budget."
             )
     return in_order(chosen)
-
-
-def _check_jointly(passes: Sequence[Pass], budget: Budget) -> None:
-    if not any(isinstance(p, Vcas) and p.jointly for p in passes):
-        return
-    if budget.flops is None or not any(isinstance(p, GreenTrainer) and p.train is None for p in passes):
-        raise PassError(
-            "vcas with jointly=True chooses ratios with what is trained: it needs a Budget(flops=..., variance=...) and the pass "
-            "greentrainer, without names of tensors."
-        )
-    if any(isinstance(p, Lsp) for p in passes):
-        raise PassError("vcas with jointly=True does not know the variance of compressed gradients: leave out it or lsp.")
 
 
 def _wanted(kind: type[Pass], budget: Budget) -> bool:
@@ -118,8 +105,6 @@ class Plan:
         memory: the budget's limit on memory.
         ratios: of an adaptive sampler, by site; sites that are not named are kept in full.
         sampled_batch: the batch size that `ratios` were found for; other batches are computed exactly.
-        unsampled: the selection for steps that are computed exactly, where `ratios` were chosen together with `train`, which
-            without them would take too many FLOPs; None: the same.
         mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
         compressed: weights whose gradient is compressed; None: those that can be.
         recompute: segments of the forward that the backward computes again, where the planner chooses them.
@@ -137,7 +122,6 @@ class Plan:
     memory: MemoryLimit | None = None
     ratios: Ratios = ()
     sampled_batch: int = 0
-    unsampled: Selection | None = None
     mixing: str = ""
     compressed: tuple[str, ...] | None = None
     recompute: tuple[str, ...] = ()
@@ -150,8 +134,7 @@ class Plan:
         """What compiled steps depend on; plans with equal keys give equal steps."""
         passes = tuple(p.name for p in self.passes)
         ratios = self.ratios if self.checking is None else ()
-        unsampled = None if self.unsampled is None else frozenset(self.unsampled.names)
-        return self.train, unsampled, self._unmerged, ratios, self.checking, self.offload is not None, passes, self.recompute
+        return self.train, self._unmerged, ratios, self.checking, self.offload is not None, passes, self.recompute
 
     @property
     def _unmerged(self) -> frozenset[str]:
@@ -160,53 +143,10 @@ class Plan:
     def rewrite(self, graph: TrainingGraph, batch_size: int | None = None) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on `graph`; the graph itself stays as it is.
 
-        Where the ratios were chosen together with what is trained, and this call is not sampled, or takes more FLOPs than the
-        budget allows, as one of another length can, the step is that of `exact_selection`.
-
         Args:
             batch_size: for which decisions are taken that depend on it; by default the captured one.
         """
         batch_size = batch_size or graph.batch_size
-        if self.unsampled is None:
-            return self._rewrite(graph, batch_size)
-        if self.samples and not self.mixing and graph.symbolic and batch_size == self.sampled_batch:
-            found = self._rewrite(graph, batch_size)
-            if found[1][-1].step_flops_after <= (self.budget.flops or 1.0) * found[1][0].step_flops_before:
-                return found
-        exact = self.exact_selection()
-        if not exact.trains_any_of(graph):  # the user has frozen all of them
-            exact = replace(self, unsampled=None, ratios=())
-        return exact._rewrite(graph, batch_size)
-
-    def rewrite_region(self, graph: TrainingGraph, planned: Collection[str]) -> tuple[TrainingGraph, list[PassReport]]:
-        """Run every pass on the joint graph of a part of the model; passes that do not fit are left out.
-
-        Args:
-            planned: the parameters that the plan knows of; others in the graph are trained.
-        """
-        if self.train is not None:
-            sites = {p.name for p in graph.trainable}
-            kept = {name for name in sites if name in self.train or name not in planned}
-            if not kept:
-                graph = graph.clone()
-                for name in sites:
-                    graph.drop_gradient(name)
-                graph.eliminate_dead_code()
-                return graph, []
-            return replace(self, train=frozenset(kept)).rewrite(graph)
-        return self.rewrite(graph)
-
-    def exact_selection(self) -> Plan:
-        """The plan of steps that are not sampled, where these train other tensors; else the plan itself."""
-        if self.unsampled is None:
-            return self
-        return replace(self, train=frozenset(self.unsampled.names), selection=self.unsampled, unsampled=None, ratios=())
-
-    def trains_any_of(self, graph: TrainingGraph) -> bool:
-        """Whether one of the tensors to train can be trained in a graph."""
-        return self.train is None or any(p.name in self.train for p in graph.trainable)
-
-    def _rewrite(self, graph: TrainingGraph, batch_size: int) -> tuple[TrainingGraph, list[PassReport]]:
         reports = []
         captured = graph = replace(graph, batch_size=batch_size)  # rows and FLOPs are counted for this batch
         for rewrite in self.passes:
@@ -234,6 +174,24 @@ class Plan:
             reports.append(replace(report, choices=choices))
         return graph, reports
 
+    def rewrite_region(self, graph: TrainingGraph, planned: Collection[str]) -> tuple[TrainingGraph, list[PassReport]]:
+        """Run every pass on the joint graph of a part of the model; passes that do not fit are left out.
+
+        Args:
+            planned: the parameters that the plan knows of; others in the graph are trained.
+        """
+        if self.train is not None:
+            sites = {p.name for p in graph.trainable}
+            kept = {name for name in sites if name in self.train or name not in planned}
+            if not kept:
+                graph = graph.clone()
+                for name in sites:
+                    graph.drop_gradient(name)
+                graph.eliminate_dead_code()
+                return graph, []
+            return replace(self, train=frozenset(kept)).rewrite(graph)
+        return self.rewrite(graph)
+
     @property
     def samples(self) -> bool:
         """Whether a step of this plan would leave out rows of the backward; one that checks projectors never does."""
@@ -247,12 +205,11 @@ class Plan:
     def before_sampling(self) -> Plan:
         """The plan of what runs before the sampler: rows are counted, and variances measured, on ordinary gradients."""
         kinds = [isinstance(p, Vcas) for p in self.passes]
-        return replace(self, passes=self.passes[: kinds.index(True) if True in kinds else None], ratios=(), unsampled=None)
+        return replace(self, passes=self.passes[: kinds.index(True) if True in kinds else None], ratios=())
 
     def without_sampling(self) -> Plan:
         """The plan of steps in which every row is kept."""
-        plan = self.exact_selection()
-        return replace(plan, passes=tuple(p for p in plan.passes if not isinstance(p, Vcas)), ratios=())
+        return replace(self, passes=tuple(p for p in self.passes if not isinstance(p, Vcas)), ratios=())
 
     def with_passes(self, passes: Sequence[Pass]) -> Plan:
         """The plan with other passes."""
@@ -275,13 +232,13 @@ class Plan:
             return 1.0
         whole = reports[sampling[0]].step_flops_before
         if sampling[0] < len(reports) - 1:
-            whole = replace(self, unsampled=None).without_sampling().rewrite(graph, batch_size)[1][-1].step_flops_after
+            whole = self.without_sampling().rewrite(graph, batch_size)[1][-1].step_flops_after
         return reports[-1].step_flops_after / whole if whole else 1.0
 
     def without_approximations(self) -> Plan:
-        """The plan with the passes alone whose gradients are exact; what is trained is what a step trains that is not sampled."""
+        """The plan with the passes alone whose gradients are exact."""
         exact = tuple(p for p in self.passes if p.preserves is Preserves.EXACT)
-        return replace(self.exact_selection(), passes=exact, ratios=(), checking=None)
+        return replace(self, passes=exact, ratios=(), checking=None)
 
     def may_replace(self, other: Plan) -> bool:
         """Whether a step of this plan can stand in for one of `other`: it leaves out no more rows, and rounds no more away."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,36 +27,6 @@ class TensorBytes:
 
 
 @dataclass(frozen=True)
-class KeepLevel:
-    """Some terms of a weight's gradient kept, instead of all.
-
-    Attributes:
-        ratio: part of the terms that is kept (nu in VCAS), below 1.
-        flops_saved: of the product, 2 per multiply-add.
-        variance: that leaving out the others adds (VCAS, Eq. 3).
-    """
-
-    ratio: float
-    flops_saved: int
-    variance: float
-
-
-@dataclass(frozen=True)
-class SampledTerms:
-    """A product in a weight's gradient, of whose terms some may be left out.
-
-    Attributes:
-        site: name of the product.
-        tensor: position of the weight.
-        levels: to choose one of, or none.
-    """
-
-    site: str
-    tensor: int
-    levels: tuple[KeepLevel, ...]
-
-
-@dataclass(frozen=True)
 class Problem:
     """Numbers of one graph at one batch size.
 
@@ -68,8 +37,6 @@ class Problem:
         segments: (bytes kept for the backward, FLOPs of computing them again) per segment of the forward, in order.
         fixed_bytes: parameters, buffers and inputs.
         kept_value: part of a tensor's importance that remains where its gradient is compressed.
-        samples: products that may be sampled; those of a weight whose gradient is compressed are not.
-        batch_variance: of the mini-batch gradient, per tensor; needed where there are `samples`.
     """
 
     costs: BackwardCosts
@@ -78,12 +45,6 @@ class Problem:
     segments: tuple[tuple[int, int], ...]
     fixed_bytes: int
     kept_value: float = 1.0
-    samples: tuple[SampledTerms, ...] = ()
-    batch_variance: tuple[float, ...] = ()
-
-
-Kept = tuple[tuple[int, int], ...]
-"""(position of a sampled product, position of its level); products that are not named are kept in full."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +57,6 @@ class Allocation:
         step_flops: of forward, backward and what is computed again.
         peak_bytes: the largest sum over the moments that the program looks at.
         gap: how far, relatively, the value may be from the optimum.
-        kept: levels of the products that are sampled.
-        variance: that these add, as a part of the mini-batch's own of what is trained.
     """
 
     train: tuple[int, ...]
@@ -106,26 +65,14 @@ class Allocation:
     step_flops: int
     peak_bytes: int
     gap: float
-    kept: Kept = ()
-    variance: float = 0.0
 
 
-def added_variance(problem: Problem, train: Iterable[int], kept: Kept) -> float:
-    """The variance that sampling adds, as a part of the mini-batch's own of what is trained."""
-    added = math.fsum(problem.samples[s].levels[level].variance for s, level in kept)
-    own = math.fsum(problem.batch_variance[k] for k in train) if added else 0.0
-    return added / own if own else (math.inf if added else 0.0)
-
-
-def evaluate(
-    problem: Problem, train: Iterable[int], compressed: Iterable[int], recomputed: Iterable[int], levels: Kept = ()
-) -> tuple[int, int]:
+def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], recomputed: Iterable[int]) -> tuple[int, int]:
     """FLOPs and peak bytes of a choice, as the program counts them."""
     trained, small, again = set(train), set(compressed), set(recomputed)
     tensors = problem.tensors
     flops = problem.costs.forward_flops + problem.costs.cost(trained)
     flops += sum(problem.segments[i][1] for i in again) + sum(tensors[k].compressed_flops for k in small)
-    flops -= sum(problem.samples[s].levels[level].flops_saved for s, level in levels)
     whole = trained - small
     base = problem.fixed_bytes + sum(tensors[k].state for k in whole) + sum(tensors[k].compressed or 0 for k in small)
     first = min((tensors[k].segment for k in trained), default=len(problem.segments))

@@ -1,20 +1,19 @@
-"""One budget for several techniques: what to train, compress, sample and compute again, as one mixed-integer program.
+"""One budget for several techniques: what to train, compress and compute again, as one mixed-integer program.
 
-Per tensor: train it, freeze it, or train it with a compressed gradient. Per product in a weight's gradient: how many of its terms
-to keep. Per segment of the forward: keep its results or compute them again. Maximise importance within FLOPs, bytes and variance
-at once; among equals, the fewest FLOPs (HiGHS through SciPy).
+Per tensor: train it, freeze it, or train it with a compressed gradient. Per segment of the forward: keep its results or compute
+them again. Maximise importance within FLOPs and bytes at once; among equals, the fewest FLOPs (HiGHS through SciPy).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, milp
 
 from graphopt.planner.milp import activities, quiet
-from graphopt.planner.problem import Allocation, KeepLevel, Problem, added_variance, evaluate
+from graphopt.planner.problem import Allocation, Problem, evaluate
 from graphopt.planner.rows import Rows
 
 FEWER_FLOPS = 1e-4
@@ -25,7 +24,6 @@ def solve(
     problem: Problem,
     flops_limit: int | None = None,
     memory_limit: int | None = None,
-    variance_limit: float | None = None,
     *,
     train_all: bool = False,
     may_compress: bool = True,
@@ -35,17 +33,14 @@ def solve(
 ) -> Allocation | None:
     """The most important choice within all limits.
 
-    Variables: x_k trains tensor k, c_k <= x_k compresses it, r_i computes segment i again, z_pl keeps level l of product p's
-    terms (binary), with sum_l z_pl <= x_k - c_k for the weight k of p; y_c, a_i, w_i in [0, 1]: a class of backward nodes runs, a
-    segment's results are needed, they are kept. While the backward of segment j runs, the device holds fixed + sum_k state_k
-    (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j + sum_{k not read before j} gradient_k (x_k - c_k)
-    bytes; in the optimizer's step all gradients and nothing saved. Sampling saves sum_pl flops_pl z_pl, and adds sum_pl
-    variance_pl z_pl <= limit * sum_k own_k x_k. Saving is no aim by itself: terms are left out only where more is trained so.
+    Variables: x_k trains tensor k, c_k <= x_k compresses it, r_i computes segment i again (binary); y_c, a_i, w_i in [0, 1]: a
+    class of backward nodes runs, a segment's results are needed, they are kept. While the backward of segment j runs, the device
+    holds fixed + sum_k state_k (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j
+    + sum_{k not read before j} gradient_k (x_k - c_k) bytes; in the optimizer's step all gradients and nothing saved.
 
     Args:
         flops_limit: FLOPs of a step; None for no limit.
         memory_limit: bytes at every moment; None for no limit.
-        variance_limit: that sampling may add, as a part of the mini-batch's own; None: nothing is sampled.
         train_all: every tensor with an importance above 0 is trained, and no other.
         may_compress: gradients may be compressed.
         may_recompute: segments may be computed again.
@@ -56,17 +51,12 @@ def solve(
     """
     costs = problem.costs
     masks = sorted({mask for mask, _ in costs.masks}, key=int.bit_count)
-    at = _Positions(len(problem.tensors), len(problem.segments), sum(len(p.levels) for p in problem.samples), len(masks))
+    at = _Positions(len(problem.tensors), len(problem.segments), len(masks))
     rows = _structure(problem, at, masks)
     step = _step_flops(problem, at, masks)
     full = float(max(costs.step_flops, 1))
     if flops_limit is not None:
-        saved = {v: -level.flops_saved / full for v, _, level in _levels(problem, at)}
-        rows.at_most(step | saved, (flops_limit - costs.forward_flops) / full)
-    own = sum(problem.batch_variance) or 1.0
-    if variance_limit is not None:
-        allowed = {at.trained + k: -value * variance_limit / own for k, value in enumerate(problem.batch_variance)}
-        rows.at_most(allowed | {v: level.variance / own for v, _, level in _levels(problem, at)}, 0.0)
+        rows.at_most(step, (flops_limit - costs.forward_flops) / full)
     unit = float(max(memory_limit or problem.fixed_bytes, 1))
     if memory_limit is not None or smallest_memory:
         for moment in _moments(problem, at):
@@ -86,7 +76,7 @@ def solve(
             c=objective,
             constraints=rows.constraints(),
             integrality=integral,
-            bounds=_bounds(problem, at, train_all, may_compress, may_recompute, variance_limit is not None, smallest_memory),
+            bounds=_bounds(problem, at, train_all, may_compress, may_recompute, smallest_memory),
             options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
         )
     if result.x is None:
@@ -99,17 +89,12 @@ def solve(
     recomputed = chosen(at.recomputed, at.segments)
     most = evaluate(problem, train, compressed, recomputed)[1] if smallest_memory else memory_limit
     recomputed = _needed(problem, train, compressed, recomputed, most)
-    kept = tuple(place for v, place, _ in _levels(problem, at) if result.x[v] > 0.5)
-    step_flops, peak_bytes = evaluate(problem, train, compressed, recomputed, kept)
-    variance = added_variance(problem, train, kept)
-    too_many = 0 if flops_limit is None else max(0, step_flops - flops_limit)
-    too_much = 0.0 if variance_limit is None else max(0.0, variance - variance_limit)
-    if too_many or too_much:  # HiGHS works in floating point; the limits are exact
+    step_flops, peak_bytes = evaluate(problem, train, compressed, recomputed)
+    if flops_limit is not None and step_flops > flops_limit:  # HiGHS works in floating point; the limits are exact
         return solve(
             problem,
-            None if flops_limit is None else flops_limit - 2 * too_many,
+            flops_limit - 2 * (step_flops - flops_limit),
             memory_limit,
-            None if variance_limit is None else max(0.0, variance_limit * (1 - 1e-6) - 2 * too_much),
             train_all=train_all,
             may_compress=may_compress,
             may_recompute=may_recompute,
@@ -117,16 +102,15 @@ def solve(
             time_limit=time_limit,
         )
     gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
-    return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap, kept, variance)
+    return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap)
 
 
 @dataclass(frozen=True)
 class _Positions:
-    """Where each kind of variable begins, see `solve`: x, c, r and z (binary), then a, w and y, then the peak."""
+    """Where each kind of variable begins, see `solve`: x, c and r (binary), then a, w and y, then the peak."""
 
     tensors: int
     segments: int
-    levels: int
     classes: int
 
     trained = 0
@@ -142,14 +126,9 @@ class _Positions:
         return 2 * self.tensors
 
     @property
-    def sampled(self) -> int:
-        """Of z."""
-        return self.recomputed + self.segments
-
-    @property
     def needed(self) -> int:
         """Of a; the variables before it are binary."""
-        return self.sampled + self.levels
+        return self.recomputed + self.segments
 
     @property
     def kept(self) -> int:
@@ -167,13 +146,6 @@ class _Positions:
         return self.running + self.classes
 
 
-def _levels(problem: Problem, at: _Positions) -> Iterator[tuple[int, tuple[int, int], KeepLevel]]:
-    """Every variable z, with the positions of its product and level, and that level."""
-    places = ((p, i) for p, product in enumerate(problem.samples) for i in range(len(product.levels)))
-    for v, (p, i) in enumerate(places, start=at.sampled):
-        yield v, (p, i), problem.samples[p].levels[i]
-
-
 def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
     """What needs what, whatever the limits; something is trained."""
     rows = Rows(at.peak + 1)
@@ -181,11 +153,6 @@ def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
     for k, tensor in enumerate(problem.tensors):
         rows.at_least({at.trained + k: 1.0, at.compressed + k: -1.0}, 0.0)
         rows.at_least({at.needed + tensor.segment: 1.0, at.trained + k: -1.0}, 0.0)
-    chosen: dict[int, dict[int, float]] = {p: {} for p in range(len(problem.samples))}
-    for v, (p, _), _ in _levels(problem, at):
-        chosen[p][v] = -1.0
-    for product, levels in zip(problem.samples, chosen.values(), strict=True):
-        rows.at_least(levels | {at.trained + product.tensor: 1.0, at.compressed + product.tensor: -1.0}, 0.0)
     for k, position in needed_by:
         rows.at_least({at.running + position: 1.0, at.trained + k: -1.0}, 0.0)
     for low, high in needed_with:
@@ -199,7 +166,7 @@ def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
 
 
 def _step_flops(problem: Problem, at: _Positions, masks: Sequence[int]) -> dict[int, float]:
-    """FLOPs beyond the forward's by variable, as parts of a full step's; without what sampling saves."""
+    """FLOPs beyond the forward's by variable, as parts of a full step's."""
     full = float(max(problem.costs.step_flops, 1))
     by_class = dict.fromkeys(masks, 0)
     for mask, flops in problem.costs.masks:
@@ -218,9 +185,6 @@ def _objective(problem: Problem, at: _Positions, step: Mapping[int, float]) -> n
         objective[at.compressed + k] += (1 - problem.kept_value) * value / total
     for v, part in step.items():
         objective[v] += FEWER_FLOPS * part
-    full, own = float(max(problem.costs.step_flops, 1)), sum(problem.batch_variance) or 1.0
-    for v, _, level in _levels(problem, at):
-        objective[v] += FEWER_FLOPS * (level.flops_saved / full + level.variance / own)
     return objective
 
 
@@ -230,7 +194,6 @@ def _bounds(
     train_all: bool,
     may_compress: bool,
     may_recompute: bool,
-    may_sample: bool,
     smallest_memory: bool,
 ) -> Bounds:
     """What is decided beforehand; see `solve`."""
@@ -245,8 +208,6 @@ def _bounds(
             upper[at.trained + k] = 0.0
     if not may_recompute:
         upper[at.recomputed : at.recomputed + at.segments] = 0.0
-    if not may_sample:
-        upper[at.sampled : at.sampled + at.levels] = 0.0
     return Bounds(lower, upper)
 
 

@@ -31,14 +31,11 @@ class Exact:
     Attributes:
         entries: by batch and parameter, some entries of its gradient.
         norms: of the samples' gradients at every boundary.
-        added: by weight's product, the variance of keeping every multiple of 1 / LEVELS of its terms, as a mean over batches;
-            where the step measures terms alone.
         sizes: number of entries by parameter.
     """
 
     entries: list[dict[str, Tensor]]
     norms: Norms
-    added: dict[str, tuple[float, ...]]
     sizes: dict[str, int]
 
     def batch_variances(self) -> dict[str, float]:
@@ -77,17 +74,12 @@ class Measurement:
         whole = torch.full((len(probe.parents) + len(probe.tokens),), 2**31, dtype=torch.int64)
         rows: dict[str, list[Tensor]] = {name: [] for name in probe.parents}
         entries = []
-        added: dict[str, list[Tensor]] = {}
         for i, batch in enumerate(self.batches):
             entries.append(self._entries(batch, whole, i))
             slots = self.step.lowered.slots
             for name in rows:
                 rows[name].append(slots[f"norms {name}"].detach().cpu())
-            for name in probe.tokens:
-                if f"variances {name}" in slots:
-                    added.setdefault(name, []).append(slots[f"variances {name}"].detach().cpu())
-        means = {name: tuple(torch.stack(values).mean(0).tolist()) for name, values in added.items()}
-        return Exact(entries, Norms(rows, probe.parents), means, {p.name: math.prod(p.shape) for p in probe.graph.parameters})
+        return Exact(entries, Norms(rows, probe.parents), {p.name: math.prod(p.shape) for p in probe.graph.parameters})
 
     def sampled(self, exact: Exact, ratios: SampleRatios) -> Calibration:
         """One pass per batch with `ratios`: the variance that they add."""

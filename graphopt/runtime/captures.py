@@ -26,7 +26,7 @@ from graphopt.lower import Backend, lower
 from graphopt.planner.independence import mixing_reason
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import adopt_times, are_times, used_times
-from graphopt.probe import make_probe, make_term_probe
+from graphopt.probe import make_probe
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.measuring import MeasuringStep
@@ -91,11 +91,11 @@ class Captures:
         inputs = flatten_call(args, kwargs)
         return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
 
-    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int | None) -> MeasuringStep:
+    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> MeasuringStep:
         """The measuring step for this call under `plan`; only the last one is kept.
 
         Args:
-            seed: of what it draws; None: it measures terms alone, see `make_term_probe`.
+            seed: of what it draws.
         """
         inputs = flatten_call(args, kwargs)
         signature, graph = self._captured(inputs, args, kwargs)
@@ -104,7 +104,7 @@ class Captures:
         if self._measuring is None or self._measuring[0] != key:
             start = time.perf_counter()
             rewritten = plan.rewrite(graph, batch_size)[0]
-            probe = make_term_probe(rewritten) if seed is None else make_probe(rewritten, seed)
+            probe = make_probe(rewritten, seed)
             static = specialise(probe.graph, batch_size, decompose=self.backend == "inductor")
             lowered = lower(static, self.backend)
             self.counters.compilations += 1

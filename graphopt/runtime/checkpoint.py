@@ -47,7 +47,6 @@ class _PlanState:
     imprecise: dict[str, float]
     ratios: tuple[tuple[str, float], ...]
     sampled_batch: int
-    unsampled: Selection | None
     mixing: str
     recompute: tuple[str, ...]
 
@@ -149,7 +148,6 @@ def _plan_state(plan: Plan) -> _PlanState:
         imprecise=dict(plan.imprecise),
         ratios=plan.ratios,
         sampled_batch=plan.sampled_batch,
-        unsampled=plan.unsampled,
         mixing=plan.mixing,
         recompute=plan.recompute,
     )
@@ -166,7 +164,7 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
         )
     if repr(saved.passes) != repr(ours.passes):
         raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
-    chosen = {name for selection in (saved.selection, saved.unsampled) if selection is not None for name in selection.names}
+    chosen = set() if saved.selection is None else set(saved.selection.names)
     unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
     if unknown:
         raise InputError(f"it trains {unknown[0]}, which the model does not have.")
@@ -180,7 +178,6 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
         imprecise=saved.imprecise,
         ratios=saved.ratios,
         sampled_batch=saved.sampled_batch,
-        unsampled=saved.unsampled,
         mixing=saved.mixing,
         recompute=saved.recompute,
     )

@@ -228,8 +228,6 @@ class OptimizedModule(nn.Module):
             told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.graph(args, kwargs))
             if told is not None:
                 self.note(told)
-        if plan.unsampled is not None and running.step is not None and any(region.reduced for region in running.step.regions):
-            self._install(plan.exact_selection(), self._graph, self.flops)  # without sampling, the other one takes too much
         if plan.checking is None:
             self.__dict__["_last_step"] = running.step
         self._clock.tick(running.step)
@@ -349,7 +347,7 @@ class OptimizedModule(nn.Module):
         """
         if isinstance(optimizer, SubspaceOptimizer):
             optimizer = None  # it steps compressed gradients, by which tensors are not rated
-        plan = self._plan.exact_selection()
+        plan = self._plan
         selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
         now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._several_graphs)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
@@ -389,32 +387,17 @@ class OptimizedModule(nn.Module):
         plan = replace(self._plan, ratios=ratios, sampled_batch=size)
         return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
-    def measuring_step(self, batch: Any, seed: int | None, train: frozenset[str] | None = None) -> MeasuringStep:
+    def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
         """A step that samples nothing and measures what sampling would do to ordinary gradients, be they compressed in training;
         kept for as long as the plan and shapes are.
 
         Args:
-            seed: of what it draws; None: it measures terms of weights' gradients alone.
-            train: of which parameters; None: of those that are selected.
+            seed: of what it draws.
         """
         if self.subspaces is not None:
             self.subspaces.synchronize()  # it reads the weights
         args, kwargs = as_call(batch)
-        plan = self._plan.before_sampling()
-        return self._captures.measuring_step(plan if train is None else replace(plan, train=train), args, kwargs, seed)
-
-    def adopt(self, plan: Plan) -> None:
-        """Put a plan in force for the same captured graph, such as with another selection."""
-        self._install(plan, self._graph, self.__dict__["_profile"])
-
-    def mixing_under(self, plan: Plan, batch: Any) -> str:
-        """Why the backward of such a batch cannot be sampled under a plan; "" if it can."""
-        return self._captures.mixing(plan, *as_call(batch))
-
-    def captured(self, batch: Any) -> tuple[TrainingGraph, int]:
-        """The joint graph for such a batch, and the batch's size."""
-        args, kwargs = as_call(batch)
-        return self._captures.graph(args, kwargs), self._captures.batch_size(args, kwargs)
+        return self._captures.measuring_step(self._plan.before_sampling(), args, kwargs, seed)
 
     def recheck_merges(self) -> bool:
         """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).
@@ -482,7 +465,7 @@ class OptimizedModule(nn.Module):
     def _parts(self) -> dict[str, Stateful | None]:
         """Everything but the plan that has a state."""
         return {
-            "variants": self._captures,  # the name in files of earlier versions
+            "captures": self._captures,
             "subspaces": self.subspaces,
             "sampling": self.controller,
             "controllers": self.controllers,

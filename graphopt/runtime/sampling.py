@@ -12,14 +12,12 @@ from torch import Tensor
 
 from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import InputError, PassError, first_line
+from graphopt.errors import InputError, first_line
 from graphopt.passes.vcas import ROWS, TOKENS, Vcas
-from graphopt.planner.joint_ratios import Variances, candidates
 from graphopt.planner.plan import Ratios
 from graphopt.planner.sample_ratios import Calibration, SampleRatios, corrected, proposed
 from graphopt.runtime.calibration import Call, Measurement
 from graphopt.runtime.controllers import Every
-from graphopt.runtime.joint_sampling import choose, require_memory
 from graphopt.runtime.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
@@ -221,8 +219,7 @@ class SamplingController:
         """Measure on `batches`, adapt, and put in force."""
         start = time.perf_counter()
         before = self.opt.plan.key
-        adapt = self._choose if self.rewrite.jointly else self._lower
-        rows_variance, tokens_variance, flops_ratio = adapt(batch, batches)
+        rows_variance, tokens_variance, flops_ratio = self._lower(batch, batches)
         ratios = dict(self.opt.sample_ratios)
         adaptation = Adaptation(
             step=self.counts.steps,
@@ -248,22 +245,6 @@ class SamplingController:
         self._install(batch, step.batch_size)
         terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
         return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.opt.sample_ratios]
-
-    def _choose(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
-        """Choose what is trained together with the ratios of terms (see `choose`); returns what `_lower` does."""
-        graph, size = self.opt.captured(batch)
-        if not graph.symbolic:
-            raise PassError(f"the batch is not symbolic: {graph.static_reason}; such batches are computed exactly")
-        require_memory(self.opt.plan, graph, size)
-        step = self.opt.measuring_step(batch, None, candidates(self.opt.plan))
-        self._calibrations += 1
-        exact = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations).exact()
-        self.counts.calibrating += len(batches)
-        seen = Variances(exact.whole_variances(), exact.added)
-        changes = sum(a.changed for a in self.counts.history)
-        choose(self.opt, batch, graph, size, seen, self.tolerance, may_change=changes < MOST_VARIANTS)
-        plan = self.opt.plan
-        return 0.0, seen.part(plan), plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""

@@ -16,7 +16,6 @@ from graphopt.ops.sampling import (
     bernoulli_rows,
     capped_probabilities,
     filled_probabilities,
-    level_variances,
     row_scales,
     shuffled,
     systematic_rows,
@@ -193,19 +192,8 @@ def test_rows_that_weigh_nothing_fill_up_the_places() -> None:
         assert float(variance) == 0.0
 
 
-@given(WEIGHTS, st.integers(1, 9))
-def test_variances_by_level_are_those_of_the_draws_and_fall(x: Tensor, levels: int) -> None:
-    found = level_variances(x, levels)
-    for i, variance in enumerate(found.tolist(), start=1):
-        count = max(1, math.ceil(i * x.numel() / levels))
-        assert variance == pytest.approx(float(systematic_rows(x, torch.tensor([0.5, ORDER]), count)[2]), rel=1e-9)
-    assert (found.diff() <= 1e-9 * found[0]).all()
-    assert found[-1] == 0
-
-
 def test_the_operators_are_registered() -> None:
     weights, uniforms = torch.rand(9), torch.tensor([0.4, ORDER])
     torch.library.opcheck(torch.ops.graphopt.systematic_rows.default, (weights, uniforms, 4))
     torch.library.opcheck(torch.ops.graphopt.bernoulli_rows.default, (weights, torch.rand(18), 4, 7))
     torch.library.opcheck(torch.ops.graphopt.row_scales.default, (weights, uniforms, torch.tensor(4)))
-    torch.library.opcheck(torch.ops.graphopt.level_variances.default, (weights, 8))

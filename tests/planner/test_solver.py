@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from graphopt.planner.costs import BackwardCosts
-from graphopt.planner.problem import KeepLevel, Problem, SampledTerms, TensorBytes, added_variance, evaluate
+from graphopt.planner.problem import Problem, TensorBytes, evaluate
 from graphopt.planner.solver import solve
 
 
@@ -115,70 +115,3 @@ def test_segments_without_flops_are_computed_again_only_where_memory_needs_it() 
         found = solve(problem, memory_limit=limit)
         assert found is not None
         assert found.recomputed == again
-
-
-def sampled_problem(seed: int) -> Problem:
-    """As `random_problem`, with products of two weights that can be sampled: `b` by two, `c` and `d` by one each."""
-    rng = random.Random(seed)
-    problem = random_problem(seed)
-
-    def product(tensor: int) -> SampledTerms:
-        whole = problem.costs.weight_grad_flops[tensor]
-        levels = [(ratio, int(whole * (1 - ratio))) for ratio in (0.25, 0.5)]
-        return SampledTerms(f"p{tensor}", tensor, tuple(KeepLevel(r, f, rng.uniform(0.5, 1.5) * (1 / r - 1)) for r, f in levels))
-
-    own = tuple(rng.uniform(5, 50) for _ in range(5))
-    return replace(problem, samples=tuple(product(k) for k in (1, 2, 3)), batch_variance=own)
-
-
-def all_levels(problem: Problem, train: tuple[int, ...], small: tuple[int, ...]) -> list[tuple[tuple[int, int], ...]]:
-    free = [p for p, product in enumerate(problem.samples) if product.tensor in train and product.tensor not in small]
-    choices = itertools.product(*[[None, *range(len(problem.samples[p].levels))] for p in free])
-    return [tuple((p, i) for p, i in zip(free, levels, strict=True) if i is not None) for levels in choices]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_keep_ratios_are_chosen_with_everything_else_as_brute_force_does(seed: int) -> None:
-    problem = sampled_problem(seed)
-    known = [
-        ((*c, kept), *evaluate(problem, *c, kept), added_variance(problem, c[0], kept))
-        for c in all_choices(problem)
-        for kept in all_levels(problem, c[0], c[1])
-    ]
-    rng = random.Random(seed + 200)
-    full_flops, full_peak = evaluate(problem, range(5), (), ())
-    for _ in range(3):
-        flops, memory = int(rng.uniform(0.5, 1.0) * full_flops), int(rng.uniform(0.6, 1.0) * full_peak)
-        variance = rng.uniform(0, 0.2)
-        fitting = [value_of(problem, c[0], c[1]) for c, f, p, v in known if f <= flops and p <= memory and v <= variance]
-        found = solve(problem, flops, memory, variance)
-        assert (found is None) == (not fitting)
-        if found is not None:
-            choice = (found.train, found.compressed, found.recomputed, found.kept)
-            assert (found.step_flops, found.peak_bytes) == evaluate(problem, *choice)
-            assert found.variance == added_variance(problem, found.train, found.kept) <= variance
-            assert found.step_flops <= flops
-            assert found.peak_bytes <= memory
-            assert value_of(problem, found.train, found.compressed) == pytest.approx(max(fitting), rel=1e-3)
-
-
-def test_terms_are_left_out_only_where_that_trains_more() -> None:
-    problem = sampled_problem(0)
-    full_flops, _ = evaluate(problem, range(5), (), ())
-    free = solve(problem, full_flops, None, 10.0)
-    assert free is not None
-    assert (free.train, free.kept, free.variance) == ((0, 1, 2, 3, 4), (), 0.0)
-    tight = full_flops - 1
-    exact, sampled = solve(problem, tight, may_compress=False), solve(problem, tight, None, 10.0, may_compress=False)
-    assert exact is not None
-    assert sampled is not None
-    assert len(exact.train) < len(sampled.train) == 5
-    assert len(sampled.kept) == 1
-
-
-def test_without_a_limit_on_variance_nothing_is_sampled() -> None:
-    problem = sampled_problem(1)
-    full_flops, _ = evaluate(problem, range(5), (), ())
-    found = solve(problem, int(0.8 * full_flops))
-    assert found is not None
-    assert not found.kept

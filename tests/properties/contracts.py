@@ -75,7 +75,7 @@ class Request:
 COMBINATIONS = [
     (), ("flops",), ("vcas",), ("lsp",), ("runlora",), ("train",), ("flops", "runlora"), ("flops", "vcas"), ("train", "vcas"),
     ("train", "lsp"), ("runlora", "lsp"), ("runlora", "vcas"), ("train", "runlora", "vcas", "lsp"), ("memory",),
-    ("flops", "memory"), ("vcas", "lsp"), ("flops", "joint"), ("flops", "runlora", "joint"),
+    ("flops", "memory"), ("vcas", "lsp"), ("flops", "calibrated"), ("flops", "runlora", "calibrated"),
 ]  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def hold(model: Network, request: Request, references: Sequence[Run]) -> None:
     model.load_state_dict(fresh)
     if "vcas" in request.passes and model.output != "two losses":
         check_expectation(model, opt)
-    if "joint" in request.passes and model.output != "two losses":
+    if "calibrated" in request.passes and model.output != "two losses":
         check_calibrated(model, opt)
 
 
@@ -235,14 +235,14 @@ def optimized(model: Network, request: Request, expected: Run) -> Any:
         passes.append(RunLora(order=request.order, criterion="flops"))
     if "vcas" in request.passes:
         passes.append(Vcas(keep_rows=request.keep_rows, keep_tokens=request.keep_tokens))
-    if "joint" in request.passes:
-        passes.append(Vcas(every=2, jointly=True))
+    if "calibrated" in request.passes:
+        passes.append(Vcas(every=2))
     if "lsp" in request.passes:
         passes.append(Lsp(subspace=request.subspace, nonzeros=1, criterion="flops", iterations=3))
     budget = Budget(
         flops=max(request.share, 0.01) if "flops" in request.passes else None,
         memory=1 if "memory" in request.passes else None,
-        variance=3.0 if "joint" in request.passes else None,
+        variance=3.0 if "calibrated" in request.passes else None,
     )
     options = {"passes": "auto" if "memory" in request.passes else passes, "backend": request.backend}
     for _ in range(2):

@@ -290,7 +290,7 @@ def test_steps_that_were_compiled_by_other_times_are_compiled_again(tmp_path: Pa
     run.step(batches(1)[0])
     assert run.opt.report.compilations == compiled
     tree = read_state(path)
-    times = tree["parts"]["variants"]["product_times"]
+    times = tree["parts"]["captures"]["product_times"]
     original = copy.deepcopy(times)
     for name, value in (("no product", 1.0), ("2x3x4", 0.0), ("2x3x4", float("nan"))):
         times["a machine"] = {name: value}
