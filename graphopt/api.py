@@ -7,7 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -40,11 +40,12 @@ from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, Preserves, Recompute, RunLora, Vcas
+from graphopt.passes import Pass, Preserves
+from graphopt.passes.technique import technique
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.joint_plan import default_compression
-from graphopt.planner.make_plan import check_sampling, compressed_weights, make_plan
+from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.pareto import Point, trade_offs
@@ -53,8 +54,7 @@ from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
-from graphopt.runtime.sampling import IdleController, SamplingController
-from graphopt.runtime.subspaces import Subspaces
+from graphopt.runtime.sampling import IdleController
 
 logger = logging.getLogger(__name__)
 
@@ -117,24 +117,17 @@ def optimize(
         capture_seconds = time.perf_counter() - start
         if recording is not None:
             chosen = _for_parts(chosen, passes == "auto")
-        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, passes == "auto")
-        compression = next((p for p in plan.passes if isinstance(p, Lsp)), None)
-        if compression is not None:
-            plan = replace(plan, compressed=compressed_weights(plan, compression, graph))
-        if any(isinstance(p, Vcas) for p in plan.passes):
-            plan = check_sampling(plan, graph, captures.mixing(plan, args, kwargs))
-    opt = OptimizedModule(model, captures, graph, plan, loss, time.perf_counter() - start - capture_seconds, recording, fullgraph)
+        mixing = functools.partial(captures.mixing, args=args, kwargs=kwargs)
+        auto = passes == "auto"
+        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, mixing, auto)
+    seconds = time.perf_counter() - start - capture_seconds
+    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph)
     if recording is not None:
         for told in (*recording.unplanned, _left_to_eager_mode(model, graph)):
             if told:
                 opt.note(told)
-    if compression is not None and plan.compressed is not None:
-        weights = dict(model.named_parameters(remove_duplicate=False))
-        opt.compress(Subspaces(compression, {name: weights[name] for name in plan.compressed}))
-        plan = opt.plan
     for rewrite in plan.passes:
-        if isinstance(rewrite, Vcas) and rewrite.adaptive and budget.variance is not None:
-            opt.control(SamplingController(opt, rewrite, budget.variance))
+        technique(rewrite).start(opt)
     if budget.variance is not None and opt.controller is None:  # the plan does without sampling
         opt.control(IdleController())
     if verify:
@@ -208,17 +201,13 @@ def _is_hopeless(model: nn.Module) -> bool:
     return fake or not any(t.requires_grad for t in tensors)
 
 
-REWRITES = (GreenTrainer, Recompute, RunLora)
-"""Passes that work on a part of a model as they do on all of it."""
-
-
 def _for_parts(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
     """The passes that can work on the parts of a model one by one.
 
     Raises:
         PassError: the caller has named another.
     """
-    others = [p.name for p in passes if type(p) not in REWRITES]
+    others = [p.name for p in passes if not technique(p).by_part]
     if others and not auto:
         raise PassError(
             f"{others[0]} needs the model to be one graph, which it is not; optimize(fullgraph=True) says why. Leave {others[0]} "

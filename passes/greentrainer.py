@@ -12,20 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.technique import Technique
 
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.planner.importance import Metric
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
 
 Rule = Literal["capacity", "greentrainer"]
 """By what tensors are selected; see `GreenTrainer`."""
 
 
 @dataclass(frozen=True)
-class GreenTrainer:
+class GreenTrainer(Technique):
     """The cut; which tensors to train is decided elsewhere (`graphopt.planner.selection`).
 
     Attributes:
@@ -42,6 +46,7 @@ class GreenTrainer:
     name = "greentrainer"
     preserves = Preserves.EXACT
     serves = ("flops", "memory")
+    by_part = True
 
     def __post_init__(self) -> None:
         for name, known in (("rule", get_args(Rule)), ("metric", get_args(Metric))):
@@ -51,6 +56,18 @@ class GreenTrainer:
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every parameter whose gradient the graph computes."""
         return [Site(p.name) for p in graph.trainable]
+
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[set[str], tuple[()]]:
+        """The tensors to train.
+
+        Raises:
+            PassError: all of them are frozen.
+        """
+        sites = {site.name for site in self.applicable(graph)}
+        kept = sites if plan.train is None else sites & plan.train
+        if plan.train is not None and not kept:
+            raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
+        return kept, ()
 
     def apply(self, graph: TrainingGraph, decisions: Collection[str]) -> Changes:
         """Keep the gradients named in `decisions` and cut the rest.

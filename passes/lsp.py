@@ -10,11 +10,13 @@ Preserves: PROJECTED. g equals P'GQ of autograd's G to rounding; every other gra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.technique import Planning, Technique
 from torch import Tensor
 
 from graphopt.analysis.compression_orders import ORDERS, CompressionShape, order_flops
@@ -23,13 +25,38 @@ from graphopt.compat import InputDesc
 from graphopt.compressed_gradients import Compressor, Exchange, Part, given_inputs
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
+from graphopt.offload_nodes import insert_offload
 from graphopt.projectors import draw_subspace
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+    from graphopt.runtime.module import OptimizedModule
 
 SCHEDULES = ("sequential", "layerwise", "zero")
 
 
 @dataclass(frozen=True)
-class Lsp:
+class Compressed:
+    """Which gradients are compressed, and to whom they go; the numbers are those of `new_receiver`, in one process.
+
+    Attributes:
+        weights: always the same ones, since an optimizer holds their state.
+        offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
+        checking: the receiver to which a step hands the full gradients, where it does not compress them itself.
+    """
+
+    weights: tuple[str, ...]
+    offload: tuple[int, int] | None = None
+    checking: int | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`."""
+        return self.offload, self.checking
+
+
+@dataclass(frozen=True)
+class Lsp(Technique):
     """The compression.
 
     Attributes:
@@ -122,6 +149,62 @@ class Lsp:
         if min(gradient.shape) < self.subspace and self.schedule != "zero":
             return f"{gradient.shape[0]} x {gradient.shape[1]} is smaller than subspace={self.subspace}"
         return ""
+
+    def after_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """The plan with the weights whose gradient is compressed whenever it is computed, whatever is selected and sampled later.
+
+        Raises:
+            PassError: there is none; or the tensors to train were given, and a weight that was named, or every weight, is not
+                among them.
+        """
+        names = tuple(site.name for site in self.applicable(planning.graph))
+        if plan.train is None or plan.selection is not None:  # a selection may change: whatever it may train has a subspace
+            return plan.decided(self.name, Compressed(names))
+        trained = tuple(name for name in names if name in plan.train)
+        if not trained or (self.weights is not None and trained != names):
+            cut = next(name for name in names if name not in plan.train)
+            raise PassError(
+                f"lsp cannot compress the gradient of {cut}: greentrainer does not train it. Train it, or leave it out."
+            )
+        return plan.decided(self.name, Compressed(trained))
+
+    def decide(
+        self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph
+    ) -> tuple[dict[str, str | Exchange], tuple[Any, ...]]:
+        """The order of each product; a gradient that a pass turned into something else than a sum of products is formed."""
+        from graphopt.planner.compression import choose_compressions
+        from graphopt.planner.product_times import product_times
+
+        mine = plan.decisions.get(self.name)
+        names = tuple(site.name for site in self.applicable(captured)) if mine is None else mine.weights
+        computed = graph.gradients()
+        wanted = [name for name in names if name in computed]
+        if self.schedule == "zero":
+            return dict.fromkeys(wanted, "formed"), ()
+        if mine is not None and mine.checking is not None:
+            return {name: Exchange(mine.checking, names.index(name)) for name in wanted}, ()
+        choices = choose_compressions(graph, graph.batch_size, self, wanted, product_times)
+        return {name: choices[name].order for name in wanted}, tuple(choices.values())
+
+    def finish(self, plan: Plan, graph: TrainingGraph) -> TrainingGraph:
+        """The graph with what hands compressed gradients to the host in the middle of the backward, where that is asked for."""
+        mine = plan.decisions.get(self.name)
+        if mine is None or mine.offload is None or mine.checking is not None or not mine.weights:
+            return graph
+        hand_to, gate_of = mine.offload
+        return insert_offload(graph, mine.weights, hand_to, gate_of, self.schedule == "layerwise")
+
+    def alone(self, plan: Plan) -> Plan:
+        """See `Technique`: nothing is handed to the host in the middle of the backward."""
+        mine = plan.decisions.get(self.name)
+        return plan if mine is None else plan.decided(self.name, replace(mine, offload=None))
+
+    def start(self, opt: OptimizedModule) -> None:
+        """Draw projectors, and have the model's gradients compressed by them."""
+        from graphopt.runtime.subspaces import Subspaces
+
+        mine, tensors = opt.plan.decisions[self.name], opt.tensors()
+        opt.compress(Subspaces(self, {name: tensors[name] for name in mine.weights}))
 
     def example_inputs(self, graph: TrainingGraph, seed: int) -> dict[InputDesc, Tensor]:
         """For the contract of PROJECTED passes: a value for every input that `apply` added, with projectors drawn at random."""

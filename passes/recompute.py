@@ -9,20 +9,38 @@ Preserves: EXACT.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.base import Changes, Pass, Preserves, Site
+from graphopt.passes.technique import Planning, Technique
 
 from graphopt.analysis.segments import find_segments
+from graphopt.budget import Budget
 from graphopt.compat import recompute_mark
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.rewriting import simplify_sizes
 
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+
 
 @dataclass(frozen=True)
-class Recompute:
+class Segments:
+    """The segments of the forward to compute again, by name."""
+
+    names: tuple[str, ...]
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`."""
+        return self.names
+
+
+@dataclass(frozen=True)
+class Recompute(Technique):
     """The recomputation.
 
     Attributes:
@@ -33,16 +51,31 @@ class Recompute:
     name = "recompute"
     preserves = Preserves.EXACT
     serves = ("memory",)
+    by_part = True
+    decides = Segments
 
-    def check(self, graph: TrainingGraph) -> None:
+    def check(self, budget: Budget, passes: Sequence[Pass]) -> None:
+        """See that something says what to compute again."""
+        if budget.memory is None and self.segments is None:
+            raise PassError("recompute needs the names of segments, or a Budget(memory=...) to choose them for.")
+        if isinstance(self.segments, str):
+            raise PassError(f"recompute: segments={self.segments!r} is one name; give a tuple of names.")
+
+    def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """See that the segments that were named are among the graph's.
 
         Raises:
             PassError: they are not.
         """
-        if isinstance(self.segments, str):
-            raise PassError(f"recompute: segments={self.segments!r} is one name; give a tuple of names.")
-        _require(self.segments or (), [segment.name for segment in find_segments(graph)])
+        _require(self.segments or (), [segment.name for segment in find_segments(planning.graph)])
+        return plan
+
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[()]]:
+        """The segments to compute again; all of them in a graph that has not the same ones, as for another sequence length."""
+        chosen = plan.decisions.get(self.name, Segments(()))
+        wanted = chosen.names if self.segments is None else self.segments
+        known = {segment.name for segment in find_segments(graph)}
+        return (tuple(wanted) if known.issuperset(wanted) else tuple(site.name for site in self.applicable(graph))), ()
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every segment of the forward that keeps anything for the backward; the name says where it ends."""

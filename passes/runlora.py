@@ -9,13 +9,14 @@ Preserves: EXACT, to the rounding of the products.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.base import Changes, Preserves, Site
-from torch import fx
+from graphopt.passes.technique import Planning, Technique
+from torch import Tensor, fx
 
 from graphopt.analysis.contraction_orders import AUTOGRAD, Order, all_orders, named_order, order_flops
 from graphopt.analysis.lora_sites import Gradient, LoraLayer, LoraSites, find_lora_sites
@@ -26,11 +27,29 @@ from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, ancestors
 from graphopt.rewriting import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes, sort_nodes
 
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+
 aten = torch.ops.aten
+
+TOLERABLE = 0.1
+"""Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
 
 
 @dataclass(frozen=True)
-class RunLora:
+class MergeErrors:
+    """By layer, the part of its adapters' contribution that merging it with its weight loses; see `merge_errors`."""
+
+    by_layer: Mapping[str, float]
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`: the layers that must not be merged."""
+        return tuple(sorted(name for name, error in self.by_layer.items() if error > TOLERABLE))
+
+
+@dataclass(frozen=True)
+class RunLora(Technique):
     """The reordering of adapters' products.
 
     Attributes:
@@ -46,6 +65,8 @@ class RunLora:
     name = "runlora"
     preserves = Preserves.EXACT
     serves = ()
+    by_part = True
+    decides = MergeErrors
 
     def __post_init__(self) -> None:
         if self.criterion not in ("time", "flops"):
@@ -60,6 +81,36 @@ class RunLora:
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every layer whose products can be reordered, by the name of its weight."""
         return [Site(layer.name) for layer in find_lora_sites(graph).layers]
+
+    def before_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """Find where merging would lose the adapters; leave a plan where no layer has any."""
+        sites = find_lora_sites(planning.graph)
+        if planning.auto and not sites.layers and not sites.left_alone:
+            return plan.with_passes([p for p in plan.passes if p is not self])
+        return self.measured(plan, planning.graph, planning.tensors)
+
+    def measured(self, plan: Plan, graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Plan:
+        """The plan with the errors of merging as the weights are now."""
+        from graphopt.planner.contraction import merge_errors
+
+        return plan.decided(self.name, MergeErrors(merge_errors(graph, tensors)))
+
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, Order], tuple[Any, ...]]:
+        """The cheapest order of every layer, within the budget's memory."""
+        from graphopt.planner.contraction import Choice, choose_orders
+        from graphopt.planner.memory_limit import orders_within
+        from graphopt.planner.product_times import product_times
+
+        errors = plan.decisions.get(self.name, MergeErrors({})).by_layer
+
+        def choose(price: float) -> dict[str, Choice]:
+            return choose_orders(graph, graph.batch_size, self, errors, product_times, price)
+
+        if plan.memory is None or self.fixed_order is not None:
+            found = choose(0.0)
+        else:
+            found = orders_within(plan.memory, graph, graph.batch_size, choose)
+        return {name: choice.order for name, choice in found.items()}, tuple(found.values())
 
     def apply(self, graph: TrainingGraph, decisions: Mapping[str, Order] | Collection[str]) -> Changes:
         """Give each layer the order in `decisions`; where only names are given, `order` or the one with the fewest FLOPs.

@@ -12,23 +12,29 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.base import Changes, Pass, Preserves, Site
+from graphopt.passes.technique import Planning, Technique
 from torch import fx
 
 import graphopt.ops.sampling  # noqa: F401  registers the operators
 from graphopt.analysis.batch_dims import BatchDim
 from graphopt.analysis.boundaries import Boundary, find_boundaries
 from graphopt.analysis.weight_products import WeightProduct, find_weight_products
+from graphopt.budget import Budget
 from graphopt.compat import InputDesc, fake_like
-from graphopt.errors import PassError
+from graphopt.errors import BudgetError, InputError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.row_levels import Cut, RowLevels
 from graphopt.tangents import for_loss_alone
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+    from graphopt.runtime.module import OptimizedModule
 
 aten = torch.ops.aten
 
@@ -36,8 +42,39 @@ ROWS, TOKENS = "rows: ", "tokens: "
 """Sites are named by these and the block, or the weight."""
 
 
+LEFT_OUT = "the selection keeps to the FLOPs by itself, and measuring variances would cost more of them"
+"""Why "auto" does not sample rows where FLOPs are limited, although the budget allows some variance."""
+
+Ratios = tuple[tuple[str, float], ...]
+"""(site, part of its rows kept) where that is less than all, sorted."""
+
+
 @dataclass(frozen=True)
-class Vcas:
+class SampleSizes:
+    """Ratios that a controller has found, for batches of one size; others are computed exactly.
+
+    Attributes:
+        ratios: by site; sites that are not named are kept in full.
+        batch_size: samples of those batches.
+    Raises:
+        InputError: a ratio or a size that no batch can have, as a damaged file may.
+    """
+
+    ratios: Ratios = ()
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 0 or not all(0 < ratio <= 1 for _, ratio in self.ratios):
+            raise InputError("the ratios of vcas are not all above 0 and at most 1.")
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`."""
+        return self.ratios
+
+
+@dataclass(frozen=True)
+class Vcas(Technique):
     """The sampler.
 
     Attributes:
@@ -63,6 +100,7 @@ class Vcas:
     name = "vcas"
     preserves = Preserves.UNBIASED
     serves = ("variance",)
+    decides = SampleSizes
 
     def __post_init__(self) -> None:
         if self.sampler not in ("systematic", "bernoulli"):
@@ -88,6 +126,69 @@ class Vcas:
     def adaptive(self) -> bool:
         """Whether a controller is to find the ratios."""
         return self.keep_rows is None and self.keep_tokens is None
+
+    def check(self, budget: Budget, passes: Sequence[Pass]) -> None:
+        """See that either the ratios are given or the variance is."""
+        if not self.adaptive and budget.variance is not None:
+            raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
+        if self.adaptive and budget.variance is None:
+            raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
+
+    @classmethod
+    def wanted(cls, budget: Budget) -> bool | str:
+        """See `Technique`."""
+        return budget.variance is not None and (budget.flops is None or LEFT_OUT)
+
+    def after_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """The plan, knowing whether the backward can be sampled.
+
+        Raises:
+            PassError: it cannot, although the caller asked for it by stating ratios; or they do not fit the model.
+        """
+        reason = planning.mixing(plan)
+        if not self.adaptive:
+            if reason:
+                remedy = "Pass an example of at least 2 samples" if planning.graph.batch_size == 1 else "Remove the vcas pass"
+                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
+            self.ratios(plan.before_sampling().rewrite(planning.graph)[0])
+        return replace(plan, mixing=reason)
+
+    def found(self, plan: Plan) -> SampleSizes:
+        """What a controller has decided."""
+        decided: SampleSizes = plan.decisions.get(self.name, SampleSizes())
+        return decided
+
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, float], tuple[()]]:
+        """The ratios by site; none where the backward cannot be sampled."""
+        if plan.mixing or plan.measures or not graph.symbolic:
+            return {}, ()
+        if not self.adaptive:
+            return self.ratios(graph), ()
+        found = self.found(plan)
+        if graph.batch_size != found.batch_size:
+            return {}, ()
+        known = {site.name for site in self.applicable(graph)}  # another selection may have fewer sites
+        return {name: ratio for name, ratio in found.ratios if name in known}, ()
+
+    def reselected(self, plan: Plan, graph: TrainingGraph, mixing: Callable[[Plan], str]) -> Plan:
+        """The plan without ratios: another selection has other boundaries. Until the next calibration every row is kept."""
+        return replace(plan.decided(self.name, SampleSizes()), mixing=mixing(plan) if graph.symbolic else plan.mixing)
+
+    def leaves_out(self, plan: Plan) -> bool:
+        """See `Technique`; a step that measures never does."""
+        return not plan.measures and (not self.adaptive or bool(self.found(plan).ratios))
+
+    def for_batch(self, plan: Plan, batch_size: int) -> Plan:
+        """Ratios that were measured hold for one size alone."""
+        found = self.found(plan)
+        return plan.decided(self.name, SampleSizes()) if found.ratios and found.batch_size != batch_size else plan
+
+    def start(self, opt: OptimizedModule) -> None:
+        """Have a controller find the ratios."""
+        from graphopt.runtime.sampling import SamplingController
+
+        if self.adaptive and opt.budget.variance is not None:
+            opt.control(SamplingController(opt, self, opt.budget.variance))
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every boundary and every weight's product; none where the batch is not symbolic."""

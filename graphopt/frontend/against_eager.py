@@ -33,6 +33,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend
 from graphopt.passes import Preserves
+from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.runtime.counters import Counters
 
@@ -70,7 +71,9 @@ def first_difference(
     planned = [p.name for p in graph.parameters]
     told: list[str] = []
     kept = tuple(p for p in plan.passes if p.preserves is not Preserves.UNBIASED)
-    plan = replace(plan, passes=kept, ratios=(), offload=None)
+    plan = replace(plan, passes=kept)
+    for rewrite in kept:
+        plan = technique(rewrite).alone(plan)
     taken = _Taken(subspaces)
     running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, parts=parts, supplier=taken)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]

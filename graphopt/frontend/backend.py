@@ -301,11 +301,9 @@ class PlanBackend:
         """All that a rewritten region depends on but its graph, as text that is the same in every process."""
         from graphopt import __version__
 
-        train = None if self.plan.train is None else sorted(self.plan.train)
         passes = [(p.name, repr(p)) for p in self.plan.passes]
-        receivers = (self.plan.checking, self.plan.offload, host.values.numbers)
-        batch = (self.plan.ratios, self.plan.mixing, host.batch_size()) if self.plan.samples else ()
-        plan = (train, passes, sorted(self.plan.recompute), sorted(self.plan.imprecise), receivers, batch)
+        batch = (self.plan.mixing, host.batch_size()) if self.plan.samples else ()
+        plan = (self.plan.key, passes, host.values.numbers, batch)
         told = (__version__, region.names, needless, sorted(host.planned()), plan)
         return "graphopt " + hashlib.sha256(repr(told).encode()).hexdigest()
 

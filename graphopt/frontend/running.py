@@ -355,7 +355,7 @@ class Running:
             output = model(*args, **kwargs)
             return (output, ()) if differentiated is None else detached(output, differentiated)
 
-        backend = self.backend if plan.checking is None else "aot_eager"  # a step that checks projectors runs once in many
+        backend = "aot_eager" if plan.measures else self.backend  # it runs once in many
         # Dynamo keeps what it compiles with the code object, which is to go when the model does, and what it has learned about
         # sizes by the code's name, which is this model's own.
         code = call.__code__.replace(co_name=self._name)

@@ -22,7 +22,7 @@ from graphopt.frontend.region import Region, region_of, training_graph
 from graphopt.frontend.values import Values
 from graphopt.lower import check_backend
 from graphopt.passes import Pass, Preserves
-from graphopt.planner.contraction import merge_errors
+from graphopt.passes.technique import technique
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
@@ -94,11 +94,12 @@ def _planned(
     known = {name: _TRAINED.get(tensor) for name, tensor in trained.items()}
     if all(entry is not None and entry[0] == budget for entry in known.values()):
         names = frozenset(name for name, entry in known.items() if entry and entry[1])
-        imprecise = merge_errors(graph, dict(trained))
-        plan = Plan(budget, plan.passes, names, imprecise=imprecise, memory=MemoryLimit.of(budget, backend))
+        plan = Plan(budget, plan.passes, names, memory=MemoryLimit.of(budget, backend))
+        for rewrite in plan.passes:
+            plan = technique(rewrite).measured(plan, graph, dict(trained))
         plan = within_memory(plan, graph, Means())
     else:
-        plan = make_plan(held, (), {}, graph, budget, plan.passes, None, None, backend)
+        plan = make_plan(held, (), {}, graph, budget, plan.passes, None, None, backend, lambda _: "")
     for name, tensor in trained.items():
         _TRAINED[tensor] = (budget, plan.train is None or name in plan.train)
     return plan

@@ -256,7 +256,7 @@ class TrainingSteps:
             found["graphopt/compilations"] = float(self.opt.counters.compilations)
             reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
             if self.opt.controller is not None and any(r.name == Vcas.name for r in reports):
-                rows = [ratio for name, ratio in self.opt.sample_ratios if name.startswith(ROWS)]
+                rows = [ratio for name, ratio in self.opt.controller.ratios if name.startswith(ROWS)]
                 found["graphopt/keep_rows"] = min(rows, default=1.0)
         return found
 

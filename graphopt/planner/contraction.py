@@ -23,11 +23,8 @@ from graphopt.analysis.contraction_orders import (
 from graphopt.analysis.lora_sites import LoraLayer, find_lora_sites
 from graphopt.analysis.products import product
 from graphopt.graph import TrainingGraph
-from graphopt.passes.runlora import RunLora, legal_orders, refusal
+from graphopt.passes.runlora import TOLERABLE, RunLora, legal_orders, refusal
 from graphopt.planner.product_times import ProductTimes
-
-ETA = 0.1
-"""Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
 
 CLOSE = 1.3
 """Orders within this factor of the best by roofline are timed product by product."""
@@ -108,7 +105,7 @@ def _choose(
     before = AUTOGRAD.for_layer(shape)
     legal = legal_orders(layer)
     blocked = layer.unmergeable
-    if error > ETA:
+    if error > TOLERABLE:
         legal = [o for o in legal if not o.merges]
         blocked = f"merging would lose {error:.0%} of the adapter in {layer.base.meta['val'].dtype}"
     flops = {o: order_flops(o, shape) for o in legal}
@@ -117,7 +114,7 @@ def _choose(
     affordable = [o for o in legal if flops[o] <= most and saved[o] <= saved_bytes(before, shape)]
     if given is not None:
         order, why = given.for_layer(shape), "as asked for"
-        if refusal(layer, order) or (order.merges and error > ETA):
+        if refusal(layer, order) or (order.merges and error > TOLERABLE):
             order = before
     elif times is None:
         order = min(affordable, key=lambda o: (flops[o] + price * saved[o], saved[o]))

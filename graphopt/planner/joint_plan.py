@@ -18,7 +18,8 @@ from graphopt.analysis.weight_gradients import find_weight_gradients
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, Recompute
-from graphopt.passes.lsp import compression_shape
+from graphopt.passes.lsp import Compressed, compression_shape
+from graphopt.passes.recompute import Segments
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.flops_limit import dearest_step, flops_saved
 from graphopt.planner.importance import Importance
@@ -60,6 +61,8 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     limit = plan.memory
     if limit is None:
         return plan
+    if Recompute.name in plan.decisions:  # those of another selection
+        plan = plan.decided(Recompute.name, Segments(()))
     least = _foretold(plan, graph, limit)
     profile = flop_profile(graph)
     if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
@@ -204,7 +207,7 @@ def planned(
     names = problem.costs.names
     segments = [segment.name for segment in find_segments(graph)]
     again = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
-    plan = replace(plan, recompute=again)
+    plan = plan.decided(Recompute.name, Segments(again))
     passes = list(plan.passes)
     if keep_selection:
         return plan.with_passes(passes)
@@ -220,7 +223,7 @@ def planned(
     if allocation.compressed and compress is not None:
         compressed = tuple(sorted(names[k] for k in allocation.compressed))
         passes.append(replace(compress, weights=compressed))
-        plan = replace(plan, compressed=compressed)
+        plan = plan.decided(Lsp.name, Compressed(compressed))
     return plan.with_passes(passes)
 
 
@@ -248,7 +251,7 @@ def make_problem(
     segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
     parameters = {p.name: p for p in graph.parameters}
     device = next(iter(graph.placeholders)).meta["val"].device
-    held = set(plan.compressed or ()) if any(isinstance(p, Lsp) for p in plan.passes) else set()
+    held = set(plan.decisions[Lsp.name].weights) if Lsp.name in plan.decisions else set()
     trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in held]
     states: dict[str, int] = {}
     for name, _, size in optimizer_memory(plan.memory.optimizer, trained, device).states:

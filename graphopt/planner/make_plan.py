@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,19 +10,18 @@ import torch
 from torch import nn
 
 from graphopt.analysis.flops import flop_profile
-from graphopt.analysis.lora_sites import find_lora_sites
 from graphopt.budget import Budget
-from graphopt.errors import ImportanceError, PassError
+from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
-from graphopt.passes import GreenTrainer, Lsp, Pass, Recompute, RunLora, Vcas
-from graphopt.planner.contraction import merge_errors
+from graphopt.passes import BY_NAME, GreenTrainer, Pass
+from graphopt.passes.technique import Planning, technique
 from graphopt.planner.flops_limit import FlopsLimit, check_given
 from graphopt.planner.importance import Importance
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
-from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan
+from graphopt.planner.plan import Plan
 from graphopt.planner.rating import rate_tensors
 
 
@@ -35,25 +35,20 @@ def make_plan(
     optimizer: torch.optim.Optimizer | None,
     loss: LossFunction | None,
     backend: Backend,
+    mixing: Callable[[Plan], str],
     auto: bool = False,
 ) -> Plan:
     """Decide for every pass; see `optimize`.
 
     Args:
+        mixing: see `Planning`.
         auto: passes that have nothing to do are left out.
     """
+    left_out = {n: why for n, make in BY_NAME.items() if isinstance(why := make.wanted(budget), str)} if auto else {}
+    plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer), not_needed=left_out)
+    planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, mixing)
     for rewrite in passes:
-        if isinstance(rewrite, Recompute):
-            rewrite.check(graph)
-    imprecise: dict[str, float] = {}
-    if any(isinstance(p, RunLora) for p in passes):
-        sites = find_lora_sites(graph)
-        if auto and not sites.layers and not sites.left_alone:
-            passes = tuple(p for p in passes if not isinstance(p, RunLora))
-        imprecise = merge_errors(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())})
-    left_out = {"vcas": SAMPLING_LEFT_OUT} if auto and budget.flops is not None and budget.variance is not None else {}
-    limit = MemoryLimit.of(budget, backend, optimizer)
-    plan = Plan(budget, passes, imprecise=imprecise, memory=limit, not_needed=left_out)
+        plan = technique(rewrite).before_selection(plan, planning)
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
     freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
 
@@ -62,41 +57,10 @@ def make_plan(
         return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss)
 
     # Gradients are compressed only where the caller has named the pass: they need an optimizer of their own.
-    return within_memory(plan, graph, Means(freeze), rate)
-
-
-def compressed_weights(plan: Plan, compression: Lsp, graph: TrainingGraph) -> tuple[str, ...]:
-    """The weights whose gradient is compressed whenever it is computed, whatever is selected and sampled from step to step.
-
-    Raises:
-        PassError: there is none; or the tensors to train were given, and a weight that was named, or every weight, is not among
-            them.
-    """
-    names = tuple(site.name for site in compression.applicable(graph))
-    if plan.train is None or plan.selection is not None:  # a selection may change: whatever it may train has a subspace
-        return names
-    trained = tuple(name for name in names if name in plan.train)
-    if not trained or (compression.weights is not None and trained != names):
-        cut = next(name for name in names if name not in plan.train)
-        raise PassError(f"lsp cannot compress the gradient of {cut}: greentrainer does not train it. Train it, or leave it out.")
-    return trained
-
-
-def check_sampling(plan: Plan, graph: TrainingGraph, reason: str) -> Plan:
-    """The plan, knowing why the backward cannot be sampled, if so.
-
-    Args:
-        reason: see `mixing_reason`.
-    Raises:
-        PassError: it cannot, although the caller asked for it by stating ratios; or they do not fit the model.
-    """
+    plan = within_memory(plan, graph, Means(freeze), rate)
     for rewrite in plan.passes:
-        if isinstance(rewrite, Vcas) and not rewrite.adaptive:
-            if reason:
-                remedy = "Pass an example of at least 2 samples" if graph.batch_size == 1 else "Remove the vcas pass"
-                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
-            rewrite.ratios(plan.before_sampling().rewrite(graph)[0])
-    return replace(plan, mixing=reason)
+        plan = technique(rewrite).after_selection(plan, planning)
+    return plan
 
 
 def _with_selection(

@@ -141,7 +141,7 @@ def _sampling(plan: Plan, graph: TrainingGraph, controller: SamplingController |
         return None
     before, _ = plan.before_sampling().rewrite(graph)
     sites = [site.name for site in samplers[0].applicable(before)]
-    ratios = dict(plan.ratios) if samplers[0].adaptive else samplers[0].ratios(before)
+    ratios = dict(samplers[0].found(plan).ratios) if samplers[0].adaptive else samplers[0].ratios(before)
     found: dict[str, Any] = {
         kind: {s.removeprefix(prefix): ratios.get(s, 1.0) for s in sites if s.startswith(prefix)}
         for kind, prefix in (("rows", ROWS), ("tokens", TOKENS))
@@ -203,7 +203,8 @@ def make_report(
         approximations.append(f"{len(cut)} tensors are not trained (their gradient is None){rest}")
     approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
     counters = captures.counters
-    choices = [choice for report in reports for choice in report.choices]
+    running = step.reports if step is not None else reports  # batches of another size can take other orders
+    choices = [choice for report in running for choice in report.choices]
     reordered = {choice.layer for choice in choices}
     left_alone = {
         name: why

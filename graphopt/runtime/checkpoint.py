@@ -20,6 +20,7 @@ from torch import nn
 
 import graphopt
 from graphopt.errors import InputError
+from graphopt.passes.technique import technique
 from graphopt.planner.importance import Importance
 from graphopt.planner.plan import Plan
 from graphopt.planner.selection import Selection
@@ -44,11 +45,8 @@ class _PlanState:
     train: frozenset[str] | None
     selection: Selection | None
     importance: Importance | None
-    imprecise: dict[str, float]
-    ratios: tuple[tuple[str, float], ...]
-    sampled_batch: int
     mixing: str
-    recompute: tuple[str, ...]
+    decisions: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -145,11 +143,8 @@ def _plan_state(plan: Plan) -> _PlanState:
         train=plan.train,
         selection=plan.selection,
         importance=plan.importance,
-        imprecise=dict(plan.imprecise),
-        ratios=plan.ratios,
-        sampled_batch=plan.sampled_batch,
         mixing=plan.mixing,
-        recompute=plan.recompute,
+        decisions={p.name: to_plain(plan.decisions[p.name]) for p in _loading(plan) if p.name in plan.decisions},
     )
 
 
@@ -168,19 +163,26 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
     unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
     if unknown:
         raise InputError(f"it trains {unknown[0]}, which the model does not have.")
-    if saved.sampled_batch < 0 or not all(0 < ratio <= 1 for _, ratio in saved.ratios):
-        raise InputError("the state.plan.ratios are not all above 0 and at most 1.")
+    decisions = dict(plan.decisions)
+    for rewrite in _loading(plan):
+        if rewrite.name in saved.decisions:
+            where = f"the state.plan.decisions.{rewrite.name}"
+            decisions[rewrite.name] = from_plain(rewrite.decides, saved.decisions[rewrite.name], where)
+        else:
+            decisions.pop(rewrite.name, None)
     return replace(
         plan,
         train=saved.train,
         selection=saved.selection,
         importance=saved.importance,
-        imprecise=saved.imprecise,
-        ratios=saved.ratios,
-        sampled_batch=saved.sampled_batch,
         mixing=saved.mixing,
-        recompute=saved.recompute,
+        decisions=decisions,
     )
+
+
+def _loading(plan: Plan) -> list[Any]:
+    """The techniques whose decisions a checkpoint holds."""
+    return [p for p in plan.passes if technique(p).decides is not None]
 
 
 def _described(rewrite: Any) -> dict[str, Any]:

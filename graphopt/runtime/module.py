@@ -7,7 +7,6 @@ import copy
 import inspect
 import os
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,8 @@ from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import RegionStep, Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import RunLora
-from graphopt.planner.contraction import merge_errors
-from graphopt.planner.plan import Plan, Ratios
+from graphopt.passes.technique import Decision, technique
+from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
 from graphopt.report.summary import Report
@@ -228,7 +226,7 @@ class OptimizedModule(nn.Module):
             told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.graph(args, kwargs))
             if told is not None:
                 self.note(told)
-        if plan.checking is None:
+        if not plan.measures:
             self.__dict__["_last_step"] = running.step
         self._clock.tick(running.step)
         return output
@@ -244,7 +242,7 @@ class OptimizedModule(nn.Module):
         subspaces.follow_cleared_gradients([parameters[n] for n in self.selected if n not in subspaces.weights])
         checking = subspaces.due()
         subspaces.forwards += 1
-        output = self._planned_step(replace(self._plan, checking=subspaces.receiver) if checking else self._plan, args, kwargs)
+        output = self._planned_step(subspaces.checking(self._plan) if checking else self._plan, args, kwargs)
         step = self._running.step
         if checking and step is not None and not step.graph.compressed:
             subspaces.nothing_to_check()
@@ -259,7 +257,7 @@ class OptimizedModule(nn.Module):
         """Have this model's gradients compressed."""
         self.__dict__["_subspaces"] = subspaces
         self._supply.subspaces = subspaces
-        self.__dict__["_plan"] = replace(self._plan, offload=subspaces.offload)
+        self.__dict__["_plan"] = subspaces.offloading(self._plan)
 
     def make_optimizer(self, make: OptimizerType, params: Any = None, **options: Any) -> torch.optim.Optimizer:
         """An optimizer for this model; where gradients are compressed, one that steps them in their subspaces.
@@ -370,21 +368,14 @@ class OptimizedModule(nn.Module):
         """Why the backward is not sampled; "" if it may be."""
         return self._plan.mixing
 
-    @property
-    def sample_ratios(self) -> Ratios:
-        """Ratios in force of an adaptive sampler, by site; sites that are not named are kept in full."""
-        return self._plan.ratios
+    def decide(self, name: str, decision: Decision) -> None:
+        """Put a technique's decision in force."""
+        self.__dict__["_plan"] = self._plan.decided(name, decision)
 
-    def set_sample_ratios(self, ratios: Ratios, batch_size: int) -> None:
-        """Put ratios in force for batches of `batch_size`; others are computed exactly."""
-        self.__dict__["_plan"] = replace(self._plan, ratios=ratios, sampled_batch=batch_size)
-
-    def sampled_flops(self, ratios: Ratios, batch: Any) -> float:
-        """FLOPs of a step of `batch` with these ratios, as a part of those without sampling."""
+    def sampled_flops(self, plan: Plan, batch: Any) -> float:
+        """FLOPs of a step of `batch` under a plan, as a part of those without sampling."""
         args, kwargs = as_call(batch)
-        graph = self._captures.graph(args, kwargs)
-        size = self._captures.batch_size(args, kwargs)
-        plan = replace(self._plan, ratios=ratios, sampled_batch=size)
+        graph, size = self._captures.graph(args, kwargs), self._captures.batch_size(args, kwargs)
         return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
 
     def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
@@ -405,9 +396,9 @@ class OptimizedModule(nn.Module):
         Returns:
             Whether that changed for a layer; its next step is then compiled anew.
         """
-        if not any(isinstance(p, RunLora) for p in self._plan.passes):
-            return False
-        plan = replace(self._plan, imprecise=merge_errors(self._graph, self.tensors()))
+        plan, tensors = self._plan, self.tensors()
+        for rewrite in plan.passes:
+            plan = technique(rewrite).measured(plan, self._graph, tensors)
         changed = plan.key != self._plan.key
         self.__dict__["_plan"] = plan
         return changed

@@ -17,7 +17,7 @@ from graphopt.errors import BudgetError, ImportanceError, InputError, PassError,
 from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import Vcas
+from graphopt.passes.technique import technique
 from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.plan import Plan
@@ -120,14 +120,15 @@ def select_anew(
     gain = _gain(selection.value, current)
     if within and (gain <= tolerance or frozenset(selection.names) == now.selected):
         return Reselection(False, gain, seconds), None
-    plan = replace(now.plan, train=frozenset(selection.names), selection=selection, importance=importance, recompute=())
+    plan = replace(now.plan, train=frozenset(selection.names), selection=selection, importance=importance)
     try:
         if plan.memory is not None:
             plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
             gain = _gain(importance.of(plan.train or known), current)
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
                 return Reselection(False, gain, seconds), None
-        plan = _unsampled(plan, now.captures, graph, args, kwargs)
+        for rewrite in plan.passes:
+            plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.mixing(plan, args, kwargs))
         plan.rewrite(graph, now.captures.batch_size(args, kwargs))
     except (PassError, BudgetError) as error:
         logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
@@ -137,17 +138,6 @@ def select_anew(
 
 def _gain(value: float, current: float) -> float:
     return (value - current) / abs(value) if value else 0.0
-
-
-def _unsampled(plan: Plan, captures: Captures, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """The plan of another selection, which has other boundaries: ratios that were measured for the last one no longer hold.
-
-    Until the next calibration every row is kept.
-    """
-    if not any(isinstance(p, Vcas) for p in plan.passes):
-        return plan
-    mixing = captures.mixing(plan, args, kwargs) if graph.symbolic else plan.mixing
-    return replace(plan, ratios=(), mixing=mixing)
 
 
 def _kept(error: Exception, start: float) -> tuple[Reselection, None]:

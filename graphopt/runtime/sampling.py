@@ -13,8 +13,7 @@ from torch import Tensor
 from graphopt.calls import as_call
 from graphopt.compat import pytree
 from graphopt.errors import InputError, first_line
-from graphopt.passes.vcas import ROWS, TOKENS, Vcas
-from graphopt.planner.plan import Ratios
+from graphopt.passes.vcas import ROWS, TOKENS, Ratios, SampleSizes, Vcas
 from graphopt.planner.sample_ratios import Calibration, SampleRatios, corrected, proposed
 from graphopt.runtime.calibration import Call, Measurement
 from graphopt.runtime.controllers import Every
@@ -102,6 +101,11 @@ class IdleController:
         self.counts = _Counts()
 
     @property
+    def ratios(self) -> Ratios:
+        """None: every row is kept."""
+        return ()
+
+    @property
     def history(self) -> list[Adaptation]:
         """Empty."""
         return self.counts.history
@@ -169,6 +173,11 @@ class SamplingController:
         self._late = False
 
     @property
+    def ratios(self) -> Ratios:
+        """In force, by site; sites that are not named are kept in full."""
+        return self.rewrite.found(self.opt.plan).ratios
+
+    @property
     def history(self) -> list[Adaptation]:
         """Every adaptation so far."""
         return self.counts.history
@@ -220,7 +229,7 @@ class SamplingController:
         start = time.perf_counter()
         before = self.opt.plan.key
         rows_variance, tokens_variance, flops_ratio = self._lower(batch, batches)
-        ratios = dict(self.opt.sample_ratios)
+        ratios = dict(self.ratios)
         adaptation = Adaptation(
             step=self.counts.steps,
             preserved=self.state.preserved,
@@ -240,11 +249,11 @@ class SamplingController:
         """Lower the ratios of what is selected; returns `rows_variance`, `tokens_variance` and `flops_ratio` of `Adaptation`."""
         step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
         if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
-            self._known, self._measured = {(): 1.0, self.opt.sample_ratios: 1.0}, step.fingerprint
+            self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
         seen = self._adapt(step, batches)
         self._install(batch, step.batch_size)
         terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
-        return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.opt.sample_ratios]
+        return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""
@@ -330,14 +339,15 @@ class SamplingController:
         wanted = {ROWS + n: r for n, r in rounded.rows.items()} | {TOKENS + n: r for n, r in rounded.tokens.items()}
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:
-            flops = self.opt.sampled_flops(key, batch)
+            plan = self.opt.plan.decided(self.rewrite.name, SampleSizes(key, batch_size))
+            flops = self.opt.sampled_flops(plan, batch)
             allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
             cheapest = min(allowed, key=lambda known: allowed[known])
             if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:
                 key = cheapest
             else:
                 self._known[key] = flops
-        self.opt.set_sample_ratios(key, batch_size)
+        self.opt.decide(self.rewrite.name, SampleSizes(key, batch_size))
 
 
 def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:

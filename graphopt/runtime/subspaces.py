@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from graphopt.compressed_gradients import given_inputs
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
 from graphopt.passes.lsp import Lsp
+from graphopt.planner.plan import Plan
 from graphopt.projectors import Subspace, Whole, draw_subspace, fit, unseen_energy
 from graphopt.runtime.offload import Offload
 from graphopt.runtime.plain_values import from_plain, to_plain
@@ -144,6 +146,16 @@ class Subspaces:
             variable.grad = gradient
         else:
             variable.grad.add_(gradient)
+
+    def checking(self, plan: Plan) -> Plan:
+        """The plan of steps that hand out full gradients, to be compared with the projectors."""
+        mine = plan.decisions[self.rewrite.name]
+        return plan.measuring().decided(self.rewrite.name, dataclasses.replace(mine, checking=self.receiver))
+
+    def offloading(self, plan: Plan) -> Plan:
+        """The plan of steps that hand out compressed gradients as they are computed, where the schedule says so."""
+        mine = plan.decisions[self.rewrite.name]
+        return plan.decided(self.rewrite.name, dataclasses.replace(mine, offload=self.offload))
 
     def due(self) -> bool:
         """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""

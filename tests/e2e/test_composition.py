@@ -63,7 +63,7 @@ def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -
         optimizer.step()
         optimizer.zero_grad()
         opt.controller.after_step(data[step % 2])
-    assert opt.sample_ratios
+    assert opt.controller.ratios
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("bert", "sequential"), ("bert", "layerwise"), ("lora", "layerwise")])
@@ -165,7 +165,7 @@ def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated(monk
     before = opt.selected
     prefer_others(opt, monkeypatch)
     assert opt.reselect(data[3], optimizer).changed
-    assert opt.sample_ratios == ()
+    assert opt.controller.ratios == ()
     new = [n for n in opt.selected - before if n in opt.subspaces.weights]
     opt(**data[0]).loss.backward()
     optimizer.step()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphopt.passes import GreenTrainer, Vcas, run_pass
+from graphopt.passes.vcas import SampleSizes
 
 from graphopt.budget import Budget
 from graphopt.graph import TrainingGraph
@@ -67,11 +68,11 @@ def test_plans_that_differ_in_the_sampler_share_the_cut(monkeypatch: Any) -> Non
     run, graph = Counted(), zoo.captured("bert").clone()
     monkeypatch.setattr("graphopt.planner.plan.run_pass", run)
     names = [site.name for site in GreenTrainer().applicable(graph)]
-    plan = Plan(Budget(), (GreenTrainer(), Vcas()), train=frozenset(names[len(names) // 3 :]), sampled_batch=4)
+    plan = Plan(Budget(), (GreenTrainer(), Vcas()), train=frozenset(names[len(names) // 3 :]))
     sites = [site.name for site in Vcas().applicable(plan.before_sampling().rewrite(graph)[0])]
     assert run.count == 1
     for keep in (0.75, 0.5):
-        rewritten, reports = replace(plan, ratios=((sites[-1], keep),)).rewrite(graph)
+        rewritten, reports = plan.decided(Vcas.name, SampleSizes(((sites[-1], keep),), 4)).rewrite(graph)
         assert len(reports) == 2
         rewritten.graph.lint()
     assert run.count == 3

@@ -321,7 +321,7 @@ def check_calibrated(model: Network, opt: Any) -> None:
             found = ours.gradients[name]
             if name not in opt.selected or gradient is None:
                 assert found is None, f"{name} has a gradient after a calibration"
-            elif sampled or not opt.sample_ratios:
+            elif sampled or not opt.controller.ratios:
                 assert found is not None, f"no gradient of {name} after a calibration"
                 assert torch.isfinite(found).all(), f"gradient of {name} is not finite after a calibration"
         opt.controller.after_step(inputs)

@@ -144,12 +144,12 @@ def test_stopped_and_resumed_after_every_step_it_goes_on_bit_equal(case: str, tm
             held = read_state(path)["parts"]["sampling"]["recent"]
             assert same(held, ((batch, {}),) if k % 3 == 1 else ())
     assert run.opt.selected == whole.opt.selected
-    assert run.opt.sample_ratios == whole.opt.sample_ratios
+    assert run.opt.controller.ratios == whole.opt.controller.ratios
     if case == "greentrainer":
         assert any(r.changed for r in whole.held[0].history)
         assert [r.gain for r in run.held[0].history] == [r.gain for r in whole.held[0].history]
     if case == "vcas":
-        assert whole.opt.sample_ratios
+        assert whole.opt.controller.ratios
         assert [a.rows for a in run.opt.controller.history] == [a.rows for a in whole.opt.controller.history]
         assert run.opt.controller.flops_saved == whole.opt.controller.flops_saved
     if case in ("lsp", "lsp-layerwise"):

@@ -38,14 +38,14 @@ def test_a_calibration_on_a_batch_that_is_not_finite_keeps_the_ratios(value: flo
     opt = graphopt.optimize(model, (x, labels), budget=graphopt.Budget(variance=0.9), passes=[Vcas(every=1)], backend="aot_eager")
     for _ in range(40):
         opt.controller.after_step((x + torch.randn_like(x), labels))
-        if opt.sample_ratios:
+        if opt.controller.ratios:
             break
-    before = opt.sample_ratios
+    before = opt.controller.ratios
     state = opt.controller.state
     assert before
     for _ in range(3):
         opt.controller.after_step((torch.full_like(x, value), labels))
-    assert (opt.sample_ratios, opt.controller.state) == (before, state)
+    assert (opt.controller.ratios, opt.controller.state) == (before, state)
     opt(x, labels).backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
     assert str(opt.report)
@@ -64,7 +64,7 @@ def test_a_calibration_that_fails_keeps_the_ratios(monkeypatch: pytest.MonkeyPat
         assert [opt.controller.after_step(inputs) for _ in range(4)] == [None] * 4
     assert len(texts) == 1
     assert str(error) in opt.report.notes[-1]
-    assert opt.sample_ratios == ()
+    assert opt.controller.ratios == ()
 
 
 def test_a_selection_that_runs_out_of_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
