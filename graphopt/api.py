@@ -42,6 +42,7 @@ from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import Pass, Preserves
 from graphopt.passes.technique import technique
+from graphopt.passes.vcas.controller import IdleController
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.joint_plan import default_compression
@@ -54,7 +55,6 @@ from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
-from graphopt.runtime.sampling import IdleController
 
 logger = logging.getLogger(__name__)
 

@@ -107,17 +107,16 @@ def _capture(
         return _trace(model, inputs, tensors, dims, batch_size, reason)
 
 
-def capture_to_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim = 0) -> TrainingGraph:
+def capture_to_run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim = 0, symbolic: bool = True
+) -> TrainingGraph:
     """`capture`, but always a graph that can run the batch at hand.
 
     torch traces a symbolic batch as "2 or more", because a size of 1 broadcasts: a batch of 1 gets a static graph.
     """
-    graph = capture(model, args, kwargs, batch_dim)
-    inputs = flatten_call(args, kwargs)
-    batch_size = batch_size_of(inputs, graph.batch_dims)
-    if batch_size is None or graph.accepts(batch_size):
-        return graph
-    return capture(model, args, kwargs, batch_dim, symbolic=False)
+    graph = capture(model, args, kwargs, batch_dim, symbolic)
+    batch_size = batch_size_of(flatten_call(args, kwargs), graph.batch_dims)
+    return graph if batch_size is None or graph.accepts(batch_size) else capture(model, args, kwargs, batch_dim, symbolic=False)
 
 
 def _trace(

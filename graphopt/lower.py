@@ -6,7 +6,7 @@ hands autograd exactly the gradients that the graph computes, None for the rest,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from graphopt import compat
+from graphopt.calls import FlatInputs
+from graphopt.compat import InputDesc
 from graphopt.compat.inductor import compile_inductor_backward, compile_inductor_forward
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.partition import Halves, split
+from graphopt.runtime.uniforms import Uniforms
 
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
@@ -189,3 +192,29 @@ class _Step(torch.autograd.Function):
             returned = runner.backward(args)
         runner.slots.update({name: returned[k] for k, name in runner.layout.slots})
         return (None, None, *(returned[k] for k, _ in runner.layout.gradients))
+
+
+def graph_inputs(
+    graph: TrainingGraph,
+    inputs: FlatInputs,
+    model_tensors: Mapping[str, Tensor],
+    uniforms: Uniforms,
+    given: Mapping[InputDesc, Tensor] | None = None,
+) -> list[Tensor]:
+    """The inputs of a graph's forward, in order: the caller's, the model's, and random numbers for passes that draw.
+
+    Args:
+        given: values of inputs of kind "given" and "compressed".
+    """
+    flat = []
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind == "input":
+            flat.append(inputs.tensors[desc.target])
+        elif desc.kind == "random":
+            value = node.meta["val"]
+            flat.append(uniforms.draw(desc.target, int(value.shape[0]), value.device))
+        elif desc.kind in ("given", "compressed"):
+            flat.append((given or {})[desc])
+        elif desc.kind != "tangent":
+            flat.append(model_tensors[desc.target])
+    return flat

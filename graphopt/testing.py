@@ -21,10 +21,9 @@ from graphopt.compat import InputDesc, pytree
 from graphopt.equivalence import TOLERANCE, compare_values
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
-from graphopt.lower import Backend, lower
+from graphopt.lower import Backend, graph_inputs, lower
 from graphopt.passes import Pass, PassReport, Preserves, run_pass
 from graphopt.passes.base import Projected
-from graphopt.runtime.measuring import graph_inputs
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
 from graphopt.tangents import expected_results, for_loss_alone

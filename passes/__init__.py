@@ -1,4 +1,4 @@
-"""The rewrites: one file per pass. See `base` for their contract."""
+"""The techniques: a room for each. See `base` for the contract of a pass and `technique` for the hooks of one with a policy."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,16 @@ from graphopt.passes.greentrainer import GreenTrainer
 from graphopt.passes.lsp import Lsp
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.runlora import RunLora
+from graphopt.passes.technique import Technique
 from graphopt.passes.vcas import Vcas
 
-BY_NAME = {"recompute": Recompute, "greentrainer": GreenTrainer, "runlora": RunLora, "vcas": Vcas, "lsp": Lsp}
+BY_NAME: dict[str, type[Technique]] = {
+    "recompute": Recompute,
+    "greentrainer": GreenTrainer,
+    "runlora": RunLora,
+    "vcas": Vcas,
+    "lsp": Lsp,
+}
 """Passes that `optimize(passes=[...])` accepts by name, in the order in which they run; see `in_order`."""
 
 

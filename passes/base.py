@@ -78,11 +78,22 @@ class PassReport:
 
 @runtime_checkable
 class Pass(Protocol):
-    """The contract; `serves` names the fields of `Budget` that the pass can meet."""
+    """The contract."""
 
-    name: str
-    preserves: Preserves
-    serves: tuple[str, ...]
+    @property
+    def name(self) -> str:
+        """By which reports and errors call it."""
+        ...
+
+    @property
+    def preserves(self) -> Preserves:
+        """What it keeps of the gradients."""
+        ...
+
+    @property
+    def serves(self) -> tuple[str, ...]:
+        """The fields of `Budget` that it can meet."""
+        ...
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """The sites of `graph` that the pass could rewrite."""

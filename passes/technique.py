@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graphopt.passes.base import Pass, Preserves, Site
+from graphopt.passes.base import Changes, Pass, Preserves, Site
 from torch import Tensor
 
 from graphopt.budget import Budget
@@ -64,6 +64,10 @@ class Technique:
     decides: type[Any] | None = None
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """See `Pass`."""
+        raise NotImplementedError
+
+    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
         """See `Pass`."""
         raise NotImplementedError
 
@@ -135,6 +139,10 @@ class _Own(Technique):
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """See `Pass`."""
         return self.rewrite.applicable(graph)
+
+    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
+        """See `Pass`."""
+        return self.rewrite.apply(graph, decisions)
 
 
 def technique(rewrite: Pass) -> Technique:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from graphopt.passes.vcas.ops import filled_probabilities, shuffled
 from torch import Tensor, fx, nn
 
 from graphopt.calls import as_call, flatten_call
 from graphopt.graph import TrainingGraph
-from graphopt.ops.sampling import filled_probabilities, shuffled
 from tests import zoo
 
 

@@ -31,7 +31,7 @@ from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 from graphopt.passes import Lsp, Vcas
-from graphopt.runtime.subspace_optimizer import SubspaceOptimizer
+from graphopt.passes.lsp.optimizer import SubspaceOptimizer
 
 Batch = dict[str, Tensor]
 

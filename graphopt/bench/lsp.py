@@ -28,10 +28,10 @@ from graphopt.bench.galore import GaloreAdamW
 from graphopt.bench.memory import peak_on_cpu, peak_on_cuda
 from graphopt.errors import InputError
 from graphopt.passes import Lsp
+from graphopt.passes.lsp.optimizer import SubspaceOptimizer
+from graphopt.passes.lsp.projectors import draw_subspace
 from graphopt.planner.offload_simulator import Layer, simulate
-from graphopt.projectors import draw_subspace
 from graphopt.report.gantt import gantt
-from graphopt.runtime.subspace_optimizer import SubspaceOptimizer
 
 NONZEROS = 16
 WARMUP = 2

@@ -38,7 +38,7 @@ from graphopt.planner.plan import Plan
 from graphopt.runtime.counters import Counters
 
 if TYPE_CHECKING:
-    from graphopt.runtime.subspaces import Subspaces
+    from graphopt.passes.lsp.subspaces import Subspaces
 
 
 def first_difference(

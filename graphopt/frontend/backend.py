@@ -35,7 +35,7 @@ from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
 from graphopt.passes import PassReport, Preserves
-from graphopt.planner.independence import mixing_reason
+from graphopt.passes.vcas.independence import mixing_reason
 from graphopt.planner.plan import Plan
 from graphopt.tangents import for_loss_alone
 
@@ -60,7 +60,7 @@ class CompiledRegion:
         sampled_part: see `Plan.sampled_part`.
         reduced: the plan's approximations could not be carried out.
         needless: positions of its inputs that require a gradient which leads to nothing that is trained.
-        gated: it waits by itself for what is still to be done to its weights; see `graphopt.offload_nodes`.
+        gated: it waits by itself for what is still to be done to its weights; see `graphopt.passes.lsp.offload_nodes`.
     """
 
     region: Region

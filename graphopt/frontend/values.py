@@ -15,8 +15,7 @@ from torch import SymInt, Tensor, fx
 from graphopt.compat import SAVE, InputDesc, OutputDesc, fake_like, is_recomputed
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, descendants
-from graphopt.offload_nodes import TOKEN
-from graphopt.ops.hand_over import new_receiver
+from graphopt.ops.hand_over import TOKEN, new_receiver
 
 OWN = ("parameter", "buffer", "input", "tangent")
 """Kinds of inputs that a graph has before passes see it."""

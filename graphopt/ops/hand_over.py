@@ -16,6 +16,9 @@ from graphopt.ops.library import library
 Receiver = Callable[..., Tensor | None]
 """Takes the number or name of a site and the tensor that was computed there; `exchange` and `fetch` return what it returns."""
 
+TOKEN = "handed over"
+"""The slot of the backward that the chain of tokens ends in."""
+
 _receivers: dict[int, weakref.WeakMethod[Receiver]] = {}
 _numbers = itertools.count()
 

@@ -10,15 +10,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from graphopt.analysis.compression_orders import ORDERS, order_flops
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.optimizers import Trained, optimizer_memory
 from graphopt.analysis.segments import find_segments
-from graphopt.analysis.weight_gradients import find_weight_gradients
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, Recompute
-from graphopt.passes.lsp import Compressed, compression_shape
+from graphopt.passes.lsp import Compressed
+from graphopt.passes.lsp.choose import compression_shape
+from graphopt.passes.lsp.orders import ORDERS, order_flops
+from graphopt.passes.lsp.weight_gradients import find_weight_gradients
 from graphopt.passes.recompute import Segments
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.flops_limit import dearest_step, flops_saved

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from graphopt.planner.transition import Durations, transition_layer
+from graphopt.passes.lsp.transition import Durations, transition_layer
 
 Schedule = Literal["native", "zero", "layerwise"]
 

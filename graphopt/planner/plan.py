@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
@@ -88,7 +89,7 @@ class Plan:
     importance: Importance | None = None
     memory: MemoryLimit | None = None
     mixing: str = ""
-    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    decisions: Mapping[str, Any] = field(default_factory=dict)
     not_needed: Mapping[str, str] = field(default_factory=dict)
     measures: bool = False
 

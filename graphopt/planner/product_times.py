@@ -10,6 +10,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -101,6 +102,8 @@ class ProductTimes:
                 break
         return statistics.median(samples)
 
+
+TimesFor = Callable[[torch.device, torch.dtype], ProductTimes | None]
 
 _by_device: dict[tuple[torch.device, torch.dtype], ProductTimes] = {}
 _adopted: dict[str, dict[str, float]] = {}

@@ -10,17 +10,17 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.frontend.running import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Preserves, Vcas
+from graphopt.passes.lsp.choose import CompressionChoice
+from graphopt.passes.runlora.choose import Choice
 from graphopt.passes.vcas import ROWS, TOKENS
-from graphopt.planner.compression import CompressionChoice
-from graphopt.planner.contraction import Choice
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
 from graphopt.report.selection import SelectionSummary, selection_lines, summarise_selection
 from graphopt.runtime.captures import Captures
 
 if TYPE_CHECKING:
-    from graphopt.runtime.sampling import IdleController, SamplingController
-    from graphopt.runtime.subspaces import Subspaces
+    from graphopt.passes.lsp.subspaces import Subspaces
+    from graphopt.passes.vcas.controller import IdleController, SamplingController
 
 
 @dataclass(frozen=True)

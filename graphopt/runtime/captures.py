@@ -6,7 +6,6 @@ sampled, a new batch size is a substitution into a captured graph. The cache evi
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import time
@@ -19,17 +18,17 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import capture, capture_to_run
+from graphopt.capture import capture_to_run
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, lower
-from graphopt.planner.independence import mixing_reason
+from graphopt.passes.vcas.independence import mixing_reason
+from graphopt.passes.vcas.measuring import MeasuringStep
+from graphopt.passes.vcas.variance_probe import make_probe
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import adopt_times, are_times, used_times
-from graphopt.probe import make_probe
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
-from graphopt.runtime.measuring import MeasuringStep
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
@@ -142,8 +141,7 @@ class Captures:
                 return place, graph
         start = time.perf_counter()
         with compat.unobserved():
-            capturing = capture_to_run if self.symbolic else functools.partial(capture, symbolic=False)
-            graph = capturing(self.model, args, kwargs, self.batch_dim)
+            graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.symbolic)
         self.counters.captures += 1
         self.counters.capture_seconds += time.perf_counter() - start
         # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);

@@ -20,6 +20,7 @@ from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
+from graphopt.passes.vcas.controller import IdleController
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
@@ -27,7 +28,6 @@ from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
-from graphopt.runtime.sampling import IdleController
 
 VARIABLE = "GRAPHOPT_DISABLE"
 """The environment variable that switches every optimisation off, unless it is empty or 0."""

@@ -23,7 +23,10 @@ from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import RegionStep, Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
+from graphopt.passes.lsp.optimizer import OptimizerType, SubspaceOptimizer
+from graphopt.passes.lsp.subspaces import Subspaces
 from graphopt.passes.technique import Decision, technique
+from graphopt.passes.vcas.measuring import MeasuringStep
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
@@ -31,16 +34,13 @@ from graphopt.report.summary import Report
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.fallback import Fallback
-from graphopt.runtime.measuring import MeasuringStep
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
-from graphopt.runtime.subspace_optimizer import OptimizerType, SubspaceOptimizer
-from graphopt.runtime.subspaces import Subspaces
 from graphopt.runtime.supply import Supply
 
 if TYPE_CHECKING:
-    from graphopt.runtime.sampling import IdleController, SamplingController
+    from graphopt.passes.vcas.controller import IdleController, SamplingController
 
 _SHARED = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",

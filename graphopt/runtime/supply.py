@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from graphopt.compat import InputDesc, OutputDesc
-from graphopt.compressed_gradients import Part
 from graphopt.errors import PassError
 from graphopt.passes.base import Supplying
+from graphopt.passes.lsp.compressor import Part
 from graphopt.planner.plan import Plan
 from graphopt.runtime.uniforms import Uniforms
 
 if TYPE_CHECKING:
-    from graphopt.runtime.subspaces import Subspaces
+    from graphopt.passes.lsp.subspaces import Subspaces
 
 
 class Supply:

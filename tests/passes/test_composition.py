@@ -12,11 +12,11 @@ import expecttest
 import pytest
 import torch
 from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, Preserves, Recompute, RunLora, Vcas, in_order, run_pass
+from graphopt.passes.runlora.orders import named_order
 from graphopt.passes.vcas import ROWS, TOKENS
 from torch import Tensor, nn
 
 from graphopt import PassError
-from graphopt.analysis.contraction_orders import named_order
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget

@@ -8,15 +8,16 @@ import re
 import pytest
 import torch
 from graphopt.passes import RunLora
+from graphopt.passes.runlora.choose import Choice
+from graphopt.passes.runlora.orders import Order
+from graphopt.passes.runlora.within_memory import orders_within
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import graphopt
 from graphopt import BudgetError
-from graphopt.analysis.contraction_orders import Order
 from graphopt.capture import capture_to_run
-from graphopt.planner.contraction import Choice
-from graphopt.planner.memory_limit import MemoryLimit, orders_within
+from graphopt.planner.memory_limit import MemoryLimit
 
 
 class Net(nn.Module):
@@ -96,7 +97,7 @@ def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"cheap": choice("cheap", 100), "dear": choice("dear", 1000)}
 
     limit = MemoryLimit(110, "aot_eager")
-    monkeypatch.setattr("graphopt.planner.memory_limit._rewritten", lambda _, choices: choices)
+    monkeypatch.setattr("graphopt.passes.runlora.within_memory._rewritten", lambda _, choices: choices)
     monkeypatch.setattr(MemoryLimit, "peak_of", lambda _, choices, __: 100 + sum(c.saved_after for c in choices.values()))
     found = orders_within(limit, None, 1, choose)  # type: ignore[arg-type]
     assert {name: c.saved_after for name, c in found.items()} == {"cheap": 0, "dear": 10}

@@ -142,10 +142,10 @@ def captured_once() -> Iterator[None]:
     known: dict[Any, TrainingGraph] = {}
 
     def capture(model: nn.Module, args: tuple[Tensor, ...], *rest: Any) -> TrainingGraph:
-        shapes = tuple(t.shape for t in args)
-        if shapes not in known:
-            known[shapes] = capture_to_run(model, args, *rest)
-        return known[shapes]
+        key = (*(t.shape for t in args), rest[-1])
+        if key not in known:
+            known[key] = capture_to_run(model, args, *rest)
+        return known[key]
 
     with mock.patch("graphopt.runtime.captures.capture_to_run", capture):
         yield

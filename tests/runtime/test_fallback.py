@@ -12,6 +12,7 @@ import pytest
 import torch
 from graphopt.passes import GreenTrainer, Lsp, Vcas
 from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.lsp.subspaces import Subspaces
 from torch import Tensor, nn
 
 import graphopt
@@ -20,7 +21,6 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
 from graphopt.planner.plan import Plan
 from graphopt.runtime.fallback import Fallback
-from graphopt.runtime.subspaces import Subspaces
 from tests import zoo
 from tests.messages import warnings_of
 
@@ -192,7 +192,7 @@ def test_a_new_selection_that_cannot_be_compiled_is_in_force_all_the_same(place:
 def test_a_sampler_that_cannot_be_rewritten_gives_way_to_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.make("bert", 8)
     opt = graphopt.optimize(model, inputs, passes=[Vcas(keep_rows=0.5), GreenTrainer(train=TOP)], backend="aot_eager")
-    monkeypatch.setattr("graphopt.passes.vcas.RowLevels", lambda *_: (_ for _ in ()).throw(RuntimeError("no room")))
+    monkeypatch.setattr("graphopt.passes.vcas.rewrite.RowLevels", lambda *_: (_ for _ in ()).throw(RuntimeError("no room")))
     with warnings_of() as texts:
         ours = gradients_of(model, lambda _: zoo.call(opt, inputs).loss)
     assert_close(ours, gradients_of(copy.deepcopy(model), lambda m: zoo.call(m, inputs).loss), TOP)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import Vcas
+from graphopt.passes.vcas.calibration import Measurement
 
 import graphopt
-from graphopt.runtime.calibration import Measurement
 from tests import zoo
 from tests.messages import warnings_of
 from tests.rules import MEASURED

@@ -1,0 +1,192 @@
+"""Putting compressed gradients into a joint graph: P'GQ in place of the gradient G of a weight (m x n).
+
+P and Q are inputs of the rewritten graph, and so is a variable D (s x s) whose gradient P'GQ is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from graphopt.passes.lsp.projectors import Subspace, entries_per_column
+from graphopt.passes.lsp.weight_gradients import Term, WeightGradient
+from torch import Tensor, fx
+
+from graphopt.analysis.products import value_numbers
+from graphopt.compat import RECOMPUTE, InputDesc, fake_like, is_recomputed
+from graphopt.graph import TrainingGraph, descendants
+from graphopt.rewriting import ORIGIN, insert_node, simplify_sizes, sort_nodes
+
+aten = torch.ops.aten
+combine_rows = torch.ops.graphopt.combine_rows.default
+
+
+@dataclass(frozen=True)
+class Part:
+    """What an input of a rewritten graph is: the "rows" or "values" of the "left" or "right" projector of `weight` (see
+    `Projector.rows` and `Projector.by_column`)."""
+
+    weight: str
+    what: str
+    side: str
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.what} of {self.weight}"
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A gradient that is formed, handed to a receiver, and replaced by what that returns (see `graphopt.ops.hand_over`)."""
+
+    receiver: int
+    site: int
+
+
+def given_inputs(weight: str, subspace: Subspace) -> dict[InputDesc, Tensor]:
+    """The inputs of a rewritten graph that hold the projectors of `weight`."""
+    return {
+        InputDesc("given", Part(weight, what, side)): value
+        for side, projector in (("left", subspace.left), ("right", subspace.right))
+        for what, value in (("rows", projector.rows), ("values", projector.by_column))
+    }
+
+
+class Compressor:
+    """Compresses gradients, one by one, on one graph."""
+
+    def __init__(self, graph: TrainingGraph, size: int, nonzeros: int) -> None:
+        """Set up for one graph.
+
+        Args:
+            size, nonzeros: s and d of the projectors.
+        """
+        self.graph = graph
+        self.size = size
+        self.nonzeros = nonzeros
+        self.position = {node: float(i) for i, node in enumerate(graph.graph.nodes)}
+        self.numbers = value_numbers(graph.graph)
+        tangents = [n for n, desc in zip(graph.placeholders, graph.inputs, strict=True) if desc.kind == "tangent"]
+        self.backward = descendants(tangents)
+        self.last_input = float(sum(desc.kind != "tangent" for desc in graph.inputs) - 1)
+        self.inputs = 0
+        self.tables: dict[int, fx.Node] = {}
+
+    def compress(self, gradient: WeightGradient, order: str) -> None:
+        """Return P'GQ instead of a gradient."""
+        example, (m, n) = gradient.node.meta["val"], gradient.shape
+        s, d = self.size, self.nonzeros
+        exact = torch.float64 if example.dtype == torch.float64 else torch.float32
+
+        def given(what: str, side: str, size: int, dtype: torch.dtype) -> fx.Node:
+            value = fake_like(example, (s, size), dtype)
+            node = self.graph.add_input(InputDesc("given", Part(gradient.name, what, side)), value)
+            self._after_the_others(node)
+            return node
+
+        left, right = (
+            (given("rows", side, e, torch.int32), given("values", side, e, exact))
+            for side, e in (("left", entries_per_column(m, d, s)), ("right", entries_per_column(n, d, s)))
+        )
+        variable = InputDesc("compressed", gradient.name)
+        self._after_the_others(self.graph.add_input(variable, fake_like(example, (s, s), exact)))
+        total: fx.Node | None = None
+        for term in sorted(gradient.terms, key=lambda term: self.position[term.node]):
+            part = self._term(term, order, left, right)
+            total = part if total is None else self._emit(aten.add.Tensor, (total, part), term.node)
+        if total is None:  # not a sum of products: it is formed
+            result = self._emit(combine_rows, (gradient.node, *left), gradient.node)
+            total = self._right(result, right, gradient.node)
+        if total.meta["val"].dtype != exact:
+            total = self._emit(aten._to_copy.default, (total,), gradient.node, {"dtype": exact})
+        self.graph.compress_gradient(gradient.name, total)
+
+    def whole(self, gradient: WeightGradient) -> None:
+        """Return a gradient as it is, as that of a variable."""
+        exact = torch.float64 if gradient.node.meta["val"].dtype == torch.float64 else torch.float32
+        value = self._emit(aten._to_copy.default, (gradient.node,), gradient.node, {"dtype": exact})
+        self._after_the_others(self.graph.add_input(InputDesc("compressed", gradient.name), value.meta["val"]))
+        self.graph.compress_gradient(gradient.name, value)
+
+    def exchange(self, gradient: WeightGradient, to: Exchange) -> None:
+        """Return what a receiver makes of a gradient."""
+        arguments = (gradient.node, to.receiver, to.site, self.size)
+        compressed = self._emit(torch.ops.graphopt.exchange.default, arguments, gradient.node)
+        variable = InputDesc("compressed", gradient.name)
+        self._after_the_others(self.graph.add_input(variable, compressed.meta["val"]))
+        self.graph.compress_gradient(gradient.name, compressed)
+
+    def _after_the_others(self, node: fx.Node) -> None:
+        """Give an input its place behind all others but the tangents."""
+        self.inputs += 1
+        self.position[node] = self.last_input + 1 - 1 / (self.inputs + 1)
+
+    def _term(self, term: Term, order: str, left: tuple[fx.Node, fx.Node], right: tuple[fx.Node, fx.Node]) -> fx.Node:
+        """scale * P'ABQ of one product AB."""
+        anchor = term.node
+        a, b = term.factors
+        if term.transposed:  # (LR)' = R'L'
+            a, b = self._transposed(b, anchor), self._transposed(a, anchor)
+
+        def table(node: fx.Node, transposed: bool) -> fx.Node:
+            return self._table(node, transposed, anchor)
+
+        if order in ("activations", "left"):
+            result = self._emit(combine_rows, (table(a, False), *left), anchor)  # P'A
+            if order == "activations":
+                other = self._emit(combine_rows, (table(b, True), *right), anchor)  # (BQ)'
+                result = self._emit(aten.mm.default, (result, self._transposed(other, anchor)), anchor)
+            else:
+                result = self._right(self._emit(aten.mm.default, (result, b), anchor), right, anchor)
+        elif order == "right":
+            other = self._emit(combine_rows, (table(b, True), *right), anchor)
+            product = self._emit(aten.mm.default, (a, self._transposed(other, anchor)), anchor)
+            result = self._emit(combine_rows, (product, *left), anchor)
+        else:
+            formed = self._emit(aten.t.default, (anchor,), anchor) if term.transposed else anchor
+            result = self._right(self._emit(combine_rows, (formed, *left), anchor), right, anchor)
+        if term.scale != 1.0:
+            result = self._emit(aten.mul.Tensor, (result, term.scale), anchor)
+        return result
+
+    def _right(self, node: fx.Node, right: tuple[fx.Node, fx.Node], anchor: fx.Node) -> fx.Node:
+        """An (s x n) matrix by Q."""
+        transposed = self._emit(aten.t.default, (node,), anchor)
+        return self._emit(aten.t.default, (self._emit(combine_rows, (transposed, *right), anchor),), anchor)
+
+    def _table(self, node: fx.Node, transposed: bool, anchor: fx.Node) -> fx.Node:
+        """`node`, or its transpose, with contiguous rows; weights that share an operand (as q, k and v do) share the copy."""
+        node = self._transposed(node, anchor) if transposed else node
+        if node.target is not aten.t.default:
+            return node
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        key = self.numbers.get(source, -1 - len(self.numbers) - len(self.tables))
+        if key not in self.tables:
+            options = {"memory_format": torch.contiguous_format}
+            self.tables[key] = self._emit(aten.clone.default, (node,), anchor, options)
+        return self.tables[key]
+
+    def _transposed(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        if node.target is aten.t.default:
+            return node.args[0]  # type: ignore[return-value]
+        return self._emit(aten.t.default, (node,), anchor)
+
+    def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A new node at `anchor`, after what it reads; one that needs no gradient runs in the backward all the same."""
+        node = insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, "ac_graph_id"))
+        if any(n in self.backward for n in node.all_input_nodes):
+            self.backward.add(node)
+        elif not is_recomputed(node):
+            node.meta.update({**RECOMPUTE, **{k: v for k, v in node.meta.items() if k == "ac_graph_id"}})
+        self.position[node] = max([self.position[n] for n in node.all_input_nodes] + [self.position.get(anchor, 0.0) - 0.5])
+        return node
+
+    def finish(self) -> int:
+        """Put the nodes in an order in which they can run, and remove what nothing needs; returns how many."""
+        before = len(self.graph.graph.nodes)
+        simplify_sizes(self.graph.graph)
+        self.graph.eliminate_dead_code()
+        sort_nodes(self.graph.graph, self.position)
+        self.graph.module.recompile()
+        return before - len(self.graph.graph.nodes)

@@ -1,0 +1,365 @@
+"""The subspaces of a model's compressed gradients while it trains: projectors, and when they are fitted anew (LSP, Alg. 2)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from graphopt.passes.lsp.compressor import given_inputs
+from graphopt.passes.lsp.learning import GradientMoments, draw_moments
+from graphopt.passes.lsp.offload import Offload
+from graphopt.passes.lsp.projectors import Subspace, Whole, draw_subspace, fit, unseen_energy
+from graphopt.passes.lsp.subspaces_state import SubspacesState, WeightState
+from graphopt.passes.lsp.technique import Lsp
+from torch import Tensor, nn
+
+from graphopt.compat import InputDesc
+from graphopt.errors import GraphoptError, InputError
+from graphopt.ops.hand_over import new_receiver
+from graphopt.planner.plan import Plan
+from graphopt.runtime.plain_values import from_plain, to_plain
+from graphopt.runtime.uniforms import check_generator_state
+
+Changed = Callable[[str, Subspace, Subspace, Tensor], None]
+"""Told the name of a weight, its old subspace, its new one, and the energy in it that the old one left out (`unseen_energy`)."""
+
+
+@dataclass
+class CompressedWeight:
+    """One weight (m x n) whose gradient is compressed.
+
+    Attributes:
+        variable: D (s x s), whose `.grad` is P'GQ; zero, in no memory of its own.
+        subspace: P and Q, on the weight's device.
+        error: |PP'GQQ' - G| / |G| when last looked at; NaN before.
+        fits: how often P and Q were fitted.
+        skipped: steps that were left out because the compressed gradient was not finite.
+        changed: whom to tell of a new subspace.
+        next: fitted, with its `unseen_energy`, but not in force before the step under way is over.
+        gathered: sum of the full gradients of a check under way, on the host; None: none yet.
+        moments: second moments of the same, by which new projectors are learned; None: none yet.
+        batches: how many those are.
+        inputs: the projectors as a compiled step reads them.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    variable: nn.Parameter
+    subspace: Subspace
+    error: float = math.nan
+    fits: int = 0
+    skipped: int = 0
+    changed: Changed | None = None
+    next: tuple[Subspace, Tensor] | None = None
+    gathered: Tensor | None = None
+    moments: GradientMoments | None = None
+    batches: int = 0
+    inputs: dict[InputDesc, Tensor] = field(default_factory=dict)
+
+    def install(self, subspace: Subspace) -> None:
+        """Put a subspace in force."""
+        self.subspace, self.next = subspace, None
+        self.inputs = given_inputs(self.name, subspace)
+
+    def follow(self, device: torch.device) -> None:
+        """Be on the device that the weight was moved to."""
+        variable = self.variable
+        if variable.device == device:
+            return
+        gradient, variable.grad = variable.grad, None
+        variable.data = torch.zeros((), dtype=variable.dtype, device=device).expand(variable.shape)
+        variable.grad = None if gradient is None else gradient.to(device)
+        subspace = self.subspace.to(device, variable.dtype)
+        if subspace is not self.subspace:
+            self.install(subspace)
+
+    def replace(self, subspace: Subspace, unseen: Tensor) -> None:
+        """Put a subspace in force, and carry over what is kept in the old one."""
+        before = self.subspace
+        self.install(subspace)
+        if self.changed is not None:
+            self.changed(self.name, before, subspace, unseen)
+
+
+class Subspaces:
+    """Every compressed weight of a model, and the receiver to which checking steps hand full gradients, one at a time.
+
+    Attributes:
+        steps: of the optimizer.
+        forwards: of the model since its last step.
+        offloads: by weight, what is told of its compressed gradient in the middle of a backward, and of its use in a forward.
+    """
+
+    def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor]) -> None:
+        """Draw random projectors.
+
+        Args:
+            weights: by name, those to compress.
+        """
+        self.rewrite = rewrite
+        self.generator = torch.Generator().manual_seed(rewrite.seed)
+        self.weights: dict[str, CompressedWeight] = {}
+        self.used = False
+        self.steps = self.forwards = 0
+        self._checked_at = -1
+        for name, weight in weights.items():
+            exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            zero = torch.zeros((), dtype=exact, device=weight.device)
+            shape = (weight.shape[0], weight.shape[1])
+            if rewrite.schedule == "zero":
+                self.weights[name] = CompressedWeight(name, shape, nn.Parameter(zero.expand(shape)), Whole())
+                continue
+            variable = nn.Parameter(zero.expand(rewrite.subspace, rewrite.subspace))
+            self.weights[name] = CompressedWeight(name, shape, variable, self._drawn(shape, weight.device, exact))
+            self.weights[name].install(self.weights[name].subspace)
+        self.names = tuple(self.weights)
+        self.offloads: dict[str, Offload] = {}
+        self._stepped: set[str] = set()
+        self.receiver = new_receiver(self._check)
+        self.offload = None if rewrite.schedule == "sequential" else (new_receiver(self._produced), new_receiver(self._needed))
+
+    def __deepcopy__(self, memo: Any) -> Subspaces:
+        raise InputError("compressed gradients belong to one model: copy the model itself, and call optimize() on the copy.")
+
+    def _drawn(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Subspace:
+        return draw_subspace(shape, self.rewrite.subspace, self.rewrite.nonzeros, self.generator).to(device, dtype)
+
+    def projector(self, desc: InputDesc, device: torch.device) -> Tensor:
+        """What a compiled step reads of a weight's projectors."""
+        compressed = self.weights[desc.target.weight]
+        compressed.follow(device)
+        return compressed.inputs[desc]
+
+    @torch.no_grad()
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """A backward has computed a compressed gradient, in a tensor of our own; those that no optimizer steps are dropped."""
+        compressed = self.weights[name]
+        variable = compressed.variable
+        if not variable.requires_grad:
+            return
+        compressed.follow(gradient.device)
+        if variable.grad is None:
+            variable.grad = gradient
+        else:
+            variable.grad.add_(gradient)
+
+    def checking(self, plan: Plan) -> Plan:
+        """The plan of steps that hand out full gradients, to be compared with the projectors."""
+        mine = plan.decisions[self.rewrite.name]
+        return plan.measuring().decided(self.rewrite.name, dataclasses.replace(mine, checking=self.receiver))
+
+    def offloading(self, plan: Plan) -> Plan:
+        """The plan of steps that hand out compressed gradients as they are computed, where the schedule says so."""
+        mine = plan.decisions[self.rewrite.name]
+        return plan.decided(self.rewrite.name, dataclasses.replace(mine, offload=self.offload))
+
+    def due(self) -> bool:
+        """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
+        return self.rewrite.schedule != "zero" and self.steps // self.rewrite.check_every != self._checked_at
+
+    def nothing_to_check(self) -> None:
+        """The step that was to compare projectors computes no compressed gradient: none of these weights is trained now."""
+        self._checked_at = self.steps // self.rewrite.check_every
+
+    def check_new(self, names: Iterable[str]) -> None:
+        """Some weights are trained from now on: have the next step fit projectors that have never seen a gradient."""
+        if any(math.isnan(self.weights[name].error) for name in names if name in self.weights):
+            self._checked_at = -1
+
+    def after_step(self, names: Iterable[str]) -> None:
+        """An optimizer has stepped some weights: projectors that were fitted for them meanwhile come into force.
+
+        With several optimizers, a step is over when each has made its own.
+        """
+        names = set(names)
+        for name in names:
+            compressed = self.weights[name]
+            if compressed.next is not None:
+                compressed.replace(*compressed.next)
+        over = names & self._stepped or self._stepped | names >= {n for n, w in self.weights.items() if w.changed is not None}
+        self._stepped = set() if over else self._stepped | names
+        if over:
+            if self._checked_at == self.steps // self.rewrite.check_every:
+                for compressed in self.weights.values():
+                    compressed.gathered, compressed.moments, compressed.batches = None, None, 0
+            self.steps += 1
+            self.forwards = 0
+
+    def _check(self, site: int, gradient: Tensor) -> Tensor:
+        """Take the full gradient of a weight in a checking step, learn projectors anew that represent it badly, and compress it.
+
+        The first gradient takes the place of random projectors. A check then gathers gradients of several batches: projectors are
+        learned from all but the last of them, and compared with the last, which they have not seen.
+
+        Should there be another forward in this step, or a compressed gradient already, then those are in the old projectors, and
+        what is learned comes into force after the step.
+        """
+        compressed = self.weights[self.names[site]]
+        compressed.follow(gradient.device)
+        exact = gradient.detach().to(compressed.variable.dtype)
+        largest = exact.abs().max()
+        if bool(torch.isfinite(largest)):
+            compressed.batches += 1
+            complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
+            if complete:
+                self._checked_at = self.steps // self.rewrite.check_every
+            scaled, gathered = _scaled(exact), compressed.gathered
+            if gathered is None or not complete:
+                moments = self._without_gradients(compressed) if compressed.moments is None else compressed.moments
+                compressed.moments = moments.add(scaled)
+            if complete and gathered is not None:
+                self._compare(compressed, scaled, _scaled(gathered.to(exact.device)), scaled)
+            elif complete:
+                self._compare(compressed, scaled, scaled)
+            elif math.isnan(compressed.error):
+                self._compare(compressed, scaled)
+            if not complete:
+                host = exact.to("cpu")
+                compressed.gathered = host.clone() if compressed.gathered is None else compressed.gathered + host
+        return compressed.subspace.compress(exact).contiguous()
+
+    def _without_gradients(self, compressed: CompressedWeight) -> GradientMoments:
+        """Moments for a check that begins, in blocks of their own: subspaces differ from check to check."""
+        s, d = self.rewrite.subspace, self.rewrite.nonzeros
+        return draw_moments(compressed.shape, s, d, self.generator, compressed.variable.dtype)
+
+    def _compare(
+        self, compressed: CompressedWeight, latest: Tensor, known: Tensor | None = None, unseen: Tensor | None = None
+    ) -> None:
+        """Learn projectors from the moments if those in force represent `latest` badly, and if that helps there.
+
+        Args:
+            known: gradients to which what was learned is fitted further; None: it is not.
+            unseen: by which that is judged; None: by those themselves.
+        """
+        compressed.error = compressed.subspace.error(latest)
+        if compressed.error < self.rewrite.threshold:
+            return
+        assert compressed.moments is not None
+        s, d = self.rewrite.subspace, self.rewrite.nonzeros
+        starts = [compressed.moments.subspace(s, d).to(latest.device, latest.dtype)]
+        if s % d and known is not None:  # which leaves columns without an entry
+            starts.append(self._drawn(compressed.shape, latest.device, latest.dtype))
+        if known is not None and starts[0].error(latest) >= self.rewrite.threshold:
+            starts = [fit(start, [known], self.rewrite.threshold, self.rewrite.iterations, unseen).subspace for start in starts]
+        found = min(starts, key=lambda start: start.error(latest))
+        error = found.error(latest)
+        if error < compressed.error:
+            compressed.error = error
+            compressed.fits += 1
+            compressed.next = found, unseen_energy(compressed.subspace, found, latest)
+            if self.forwards == 1 and all(w.variable.grad is None for w in self.weights.values()):
+                compressed.replace(*compressed.next)
+
+    def _produced(self, site: int, gradient: Tensor) -> None:
+        """A compressed gradient has been computed, in the middle of a backward."""
+        name = self.names[site]
+        if name in self.offloads:
+            self.offloads[name].produced(name, gradient)
+
+    def _needed(self, site: int, weight: Tensor) -> None:
+        """A weight is about to be read, in the middle of a forward."""
+        name = self.names[site]
+        if name in self.offloads:
+            self.offloads[name].needed(name, weight)
+
+    def synchronize(self) -> None:
+        """Finish every update that waits for the next forward."""
+        for offload in set(self.offloads.values()):
+            offload.synchronize()
+
+    def take_offload(self, offload: Offload, names: Iterable[str]) -> None:
+        """Have `offload` told of some weights, in place of what was until now."""
+        self.synchronize()
+        self.offloads |= dict.fromkeys(names, offload)
+
+    def snapshot(self) -> dict[str, Any]:
+        """See `Stateful`."""
+        weights = {
+            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped, w.gathered, w.moments, w.batches)
+            for name, w in self.weights.items()
+        }
+        state = SubspacesState(
+            self.rewrite.subspace,
+            weights,
+            self.steps,
+            self.forwards,
+            self._checked_at,
+            tuple(sorted(self._stepped)),
+            self.generator.get_state(),
+        )
+        return to_plain(state)
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(SubspacesState, snapshot, "subspaces")
+        check_generator_state(saved.generator)
+        missing = sorted(set(saved.weights) ^ set(self.weights) | set(saved.stepped) - set(self.weights))
+        if missing:
+            raise InputError(f"the checkpoint does not compress the same weights: {missing[0]} is in one of both alone.")
+        if saved.size != self.rewrite.subspace:
+            raise InputError(
+                f"the checkpoint has subspace {saved.size} for {self.names[0]}, this model {self.rewrite.subspace}: use the same "
+                "model and Lsp."
+            )
+        subspaces = {
+            name: saved.weights[name].subspaces(name, w.shape, self.rewrite.subspace, w.subspace, w.variable)
+            for name, w in self.weights.items()
+        }
+
+        moments = {name: saved.weights[name].checked_moments(name, self.rewrite) for name, w in self.weights.items()}
+
+        def restore() -> None:
+            self.synchronize()
+            for name, w in self.weights.items():
+                now, after = subspaces[name]
+                if self.rewrite.schedule != "zero":
+                    w.install(now)
+                    w.next = after
+                state = saved.weights[name]
+                w.error, w.fits, w.skipped = state.error, state.fits, state.skipped
+                w.gathered, w.moments, w.batches = state.gathered, moments[name], state.batches
+            self.steps, self.forwards, self._checked_at = saved.steps, saved.forwards, saved.checked_at
+            self._stepped = set(saved.stepped)
+            self.generator.set_state(saved.generator)
+
+        return restore
+
+    def follow_cleared_gradients(self, ordinary: list[Tensor]) -> None:
+        """Clear compressed gradients where the ordinary ones have been cleared: `zero_grad` of a model does not know of D.
+
+        Args:
+            ordinary: the model's other trained parameters.
+        """
+        if ordinary and all(p.grad is None for p in ordinary):
+            self.clear_gradients(self.weights)
+
+    def clear_gradients(self, names: Any) -> None:
+        """Forget the compressed gradients of some weights."""
+        for name in names:
+            if name in self.weights:
+                self.weights[name].variable.grad = None
+
+    def claim(self, names: Collection[str], changed: Changed) -> None:
+        """An optimizer takes over weights; those that none has taken get no gradient.
+
+        Raises:
+            GraphoptError: it takes none.
+        """
+        if not names:
+            raise GraphoptError("no parameter given to make_optimizer has a compressed gradient: make an ordinary optimizer.")
+        for name, w in self.weights.items():
+            if name in names:
+                w.changed = changed
+            w.variable.requires_grad_(w.changed is not None)
+        self.used = True
+
+
+def _scaled(gradient: Tensor) -> Tensor:
+    """A multiple of a gradient whose norms neither overflow nor vanish."""
+    largest = gradient.abs().max()
+    return gradient / largest if float(largest) else gradient

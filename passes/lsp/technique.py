@@ -1,0 +1,257 @@
+"""Compressed weight gradients: P'GQ instead of G (LSP-Offload, section 4.1).
+
+For a weight W (m x n) with gradient G, the graph returns g = P'GQ (s x s), as the gradient of a matrix D (s x s) that is zero
+and would stand in W + PDQ'. G is a sum of products AB over N rows, so that g can be computed as (P'A)(BQ), without an (m x n)
+matrix anywhere; which order costs least is chosen by `graphopt.passes.lsp.choose`. The optimizer steps D and adds PDQ' to W
+(`graphopt.passes.lsp.optimizer`).
+
+Preserves: PROJECTED. g equals P'GQ of autograd's G to rounding; every other gradient is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.lsp.choose import choose_compressions, fewest_flops
+from graphopt.passes.lsp.compressor import Compressor, Exchange, Part, given_inputs
+from graphopt.passes.lsp.offload_nodes import insert_offload
+from graphopt.passes.lsp.orders import ORDERS
+from graphopt.passes.lsp.projectors import draw_subspace
+from graphopt.passes.lsp.weight_gradients import WeightGradient, find_weight_gradients
+from graphopt.passes.technique import Planning, Technique
+from torch import Tensor
+
+from graphopt.compat import InputDesc
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.planner.product_times import product_times
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+    from graphopt.runtime.module import OptimizedModule
+
+SCHEDULES = ("sequential", "layerwise", "zero")
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """Which gradients are compressed, and to whom they go; the numbers are those of `new_receiver`, in one process.
+
+    Attributes:
+        weights: always the same ones, since an optimizer holds their state.
+        offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
+        checking: the receiver to which a step hands the full gradients, where it does not compress them itself.
+    """
+
+    weights: tuple[str, ...]
+    offload: tuple[int, int] | None = None
+    checking: int | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`."""
+        return self.offload, self.checking
+
+
+@dataclass(frozen=True)
+class Lsp(Technique):
+    """The compression.
+
+    Attributes:
+        subspace: s, the size of the compressed gradient.
+        nonzeros: d, entries per row of the projectors.
+        weights: names of the matrices to compress; None: every one whose gradient is a sum of matrix products and that is not
+            smaller than `subspace`.
+        order: one of `ORDERS` for all; None: the planner chooses for each.
+        criterion: what the planner minimises: "time" (measured) or "flops".
+        check_every: steps after which the projectors are compared with the gradients of a batch; they are at the first step.
+        batches: whose gradients a check gathers, at most `check_every`. All but the last are summed on the host, which takes the
+            weights' memory once more, and projectors learned from them (`learning`); the last shows how well. 1:
+            learned from what is compared.
+        threshold: relative error |PP'GQQ' - G| / |G| from which they are learned anew.
+        iterations: by which what is learned is fitted further, at most, as long as that helps.
+        seed: of the random projectors.
+        schedule: "sequential": the optimizer's step copies, updates and applies, one weight after another; "layerwise": copies
+            and updates start in the backward, and updates are applied in the next forward, where they are needed; "zero": the
+            baseline, ZeRO-Offload's schedule without compression (copies start in the backward).
+    Raises:
+        PassError: a value outside its range.
+    """
+
+    subspace: int = 512
+    nonzeros: int = 16
+    weights: tuple[str, ...] | None = None
+    order: str | None = None
+    criterion: str = "time"
+    check_every: int = 1000
+    batches: int = 1
+    threshold: float = 0.5
+    iterations: int = 100
+    seed: int = 0
+    schedule: str = "sequential"
+    name = "lsp"
+    preserves = Preserves.PROJECTED
+    serves = ()
+
+    def __post_init__(self) -> None:
+        for field in ("subspace", "nonzeros", "check_every", "batches", "iterations"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PassError(f"{field}={value!r} must be a whole number of at least 1.")
+        if self.nonzeros > self.subspace:
+            raise PassError(
+                f"nonzeros={self.nonzeros} is more than subspace={self.subspace}: a row of a projector has at most one entry per "
+                "column. Use fewer nonzeros or a larger subspace."
+            )
+        if not isinstance(self.threshold, (int, float)) or not self.threshold > 0:
+            raise PassError(f"threshold={self.threshold!r} must be a positive number: a relative error, for instance 0.5.")
+        if self.order is not None and self.order not in ORDERS:
+            raise PassError(f"order={self.order!r}: use one of {', '.join(ORDERS)}, or None.")
+        if isinstance(self.weights, str):
+            raise PassError(f"weights={self.weights!r} must be several names: ({self.weights!r},).")
+        if self.schedule not in SCHEDULES:
+            raise PassError(f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}.")
+        if self.criterion not in ("time", "flops"):
+            raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every weight whose gradient can be compressed, by its name.
+
+        Raises:
+            PassError: there is none, or one of `weights` cannot be.
+        """
+        gradients = find_weight_gradients(graph)
+        reasons = {g.name: self.refusal(g) for g in gradients}
+        if self.weights is not None:
+            for name in self.weights:
+                reason = reasons.get(name, "it is no trained matrix of the model")
+                if reason:
+                    raise PassError(f"the gradient of {name} cannot be compressed: {reason}. Remove it from weights.")
+            return [Site(name) for name in reasons if name in self.weights]
+        sites = [Site(name) for name, reason in reasons.items() if not reason]
+        if not sites:
+            largest = max((min(g.shape) for g in gradients if g.terms), default=0)
+            if not largest:
+                why = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:3]) or "the model trains no matrix"
+                raise PassError(f"no weight's gradient can be compressed: {why}. Remove the lsp pass.")
+            raise PassError(
+                f"no weight's gradient can be compressed to {self.subspace} x {self.subspace}: the largest subspace that a "
+                f"weight of this model can have is {largest}. Use a smaller subspace, or remove the lsp pass."
+            )
+        return sites
+
+    def refusal(self, gradient: WeightGradient) -> str:
+        """Why a gradient stays as it is; "" if it is compressed."""
+        if gradient.other:
+            return f"it is not a sum of matrix products ({gradient.other})"
+        if min(gradient.shape) < self.subspace and self.schedule != "zero":
+            return f"{gradient.shape[0]} x {gradient.shape[1]} is smaller than subspace={self.subspace}"
+        return ""
+
+    def after_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """The plan with the weights whose gradient is compressed whenever it is computed, whatever is selected and sampled later.
+
+        Raises:
+            PassError: there is none; or the tensors to train were given, and a weight that was named, or every weight, is not
+                among them.
+        """
+        names = tuple(site.name for site in self.applicable(planning.graph))
+        if plan.train is None or plan.selection is not None:  # a selection may change: whatever it may train has a subspace
+            return plan.decided(self.name, Compressed(names))
+        trained = tuple(name for name in names if name in plan.train)
+        if not trained or (self.weights is not None and trained != names):
+            cut = next(name for name in names if name not in plan.train)
+            raise PassError(
+                f"lsp cannot compress the gradient of {cut}: greentrainer does not train it. Train it, or leave it out."
+            )
+        return plan.decided(self.name, Compressed(trained))
+
+    def decide(
+        self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph
+    ) -> tuple[dict[str, str | Exchange], tuple[Any, ...]]:
+        """The order of each product; a gradient that a pass turned into something else than a sum of products is formed."""
+        mine = plan.decisions.get(self.name)
+        names = tuple(site.name for site in self.applicable(captured)) if mine is None else mine.weights
+        computed = graph.gradients()
+        wanted = [name for name in names if name in computed]
+        if self.schedule == "zero":
+            return dict.fromkeys(wanted, "formed"), ()
+        if mine is not None and mine.checking is not None:
+            return {name: Exchange(mine.checking, names.index(name)) for name in wanted}, ()
+        choices = choose_compressions(graph, graph.batch_size, self, wanted, product_times)
+        return {name: choices[name].order for name in wanted}, tuple(choices.values())
+
+    def finish(self, plan: Plan, graph: TrainingGraph) -> TrainingGraph:
+        """The graph with what hands compressed gradients to the host in the middle of the backward, where that is asked for."""
+        mine = plan.decisions.get(self.name)
+        if mine is None or mine.offload is None or mine.checking is not None or not mine.weights:
+            return graph
+        hand_to, gate_of = mine.offload
+        return insert_offload(graph, mine.weights, hand_to, gate_of, self.schedule == "layerwise")
+
+    def alone(self, plan: Plan) -> Plan:
+        """See `Technique`: nothing is handed to the host in the middle of the backward."""
+        mine = plan.decisions.get(self.name)
+        return plan if mine is None else plan.decided(self.name, replace(mine, offload=None))
+
+    def start(self, opt: OptimizedModule) -> None:
+        """Draw projectors, and have the model's gradients compressed by them."""
+        from graphopt.passes.lsp.subspaces import Subspaces
+
+        mine, tensors = opt.plan.decisions[self.name], opt.tensors()
+        opt.compress(Subspaces(self, {name: tensors[name] for name in mine.weights}))
+
+    def example_inputs(self, graph: TrainingGraph, seed: int) -> dict[InputDesc, Tensor]:
+        """For the contract of PROJECTED passes: a value for every input that `apply` added, with projectors drawn at random."""
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {p.name: p.shape for p in graph.parameters}
+        found: dict[InputDesc, Tensor] = {}
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if desc.kind == "compressed":
+                value, shape = node.meta["val"], shapes[desc.target]
+                subspace = draw_subspace((shape[0], shape[1]), self.subspace, self.nonzeros, generator)
+                found |= given_inputs(desc.target, subspace.to(value.device, value.dtype))
+                found[desc] = torch.zeros(self.subspace, self.subspace, dtype=value.dtype, device=value.device)
+        return found
+
+    def image(self, name: str, given: Mapping[InputDesc, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
+        """For the contract of PROJECTED passes: P'GQ, computed from autograd's gradients with dense matrices."""
+        gradient = gradients[name]
+        sides = []
+        for side, size in (("left", gradient.shape[0]), ("right", gradient.shape[1])):
+            rows, values = (given[InputDesc("given", Part(name, what, side))] for what in ("rows", "values"))
+            dense = torch.zeros(self.subspace, size, dtype=gradient.dtype, device=gradient.device)
+            sides.append(dense.scatter_add_(1, rows.long(), values.to(gradient.dtype)))
+        return sides[0] @ gradient @ sides[1].t()
+
+    def apply(self, graph: TrainingGraph, decisions: Mapping[str, str | Exchange] | Collection[str]) -> Changes:
+        """Compress the gradients named in `decisions`, in the order that it gives; where only names are given, in `order` or the
+        one with the fewest FLOPs. An `Exchange` hands the full gradient out instead.
+
+        Raises:
+            PassError: an unknown or unsuitable name.
+        """
+        gradients = {g.name: g for g in find_weight_gradients(graph)}
+        rewriter = Compressor(graph, self.subspace, self.nonzeros)
+        left_alone = {name: reason for name, g in gradients.items() if (reason := self.refusal(g))}
+        for name in decisions:
+            if name not in gradients or (min(gradients[name].shape) < self.subspace and self.schedule != "zero"):
+                reason = left_alone.get(name, "it is no trained matrix of the model")
+                raise PassError(f"the gradient of {name} cannot be compressed: {reason}.")
+        for name, gradient in gradients.items():
+            if name in decisions:
+                given = decisions[name] if isinstance(decisions, Mapping) else self.order
+                if self.schedule == "zero":
+                    rewriter.whole(gradient)
+                elif isinstance(given, Exchange):
+                    rewriter.exchange(gradient, given)
+                else:
+                    rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))
+            else:
+                left_alone.setdefault(name, "not asked for")
+        removed = rewriter.finish()
+        return Changes(tuple(n for n in gradients if n in decisions), left_alone, removed)

@@ -1,0 +1,203 @@
+"""Which contraction order each layer with adapters gets (RunLoRA, section 3.3): the fewest FLOPs, or the least time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from graphopt.passes.runlora.orders import (
+    AUTOGRAD,
+    LayerShape,
+    Order,
+    forward_crossover,
+    moved_bytes,
+    order_flops,
+    products,
+    saved_bytes,
+)
+from graphopt.passes.runlora.rewrite import legal_orders, refusal
+from graphopt.passes.runlora.sites import LoraLayer, find_lora_sites
+from torch import Tensor, fx
+
+from graphopt.analysis.products import product
+from graphopt.graph import TrainingGraph
+from graphopt.planner.product_times import ProductTimes, TimesFor
+
+if TYPE_CHECKING:
+    from graphopt.passes.runlora.technique import RunLora
+
+TOLERABLE = 0.1
+"""Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
+
+CLOSE = 1.3
+"""Orders within this factor of the best by roofline are timed product by product."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The order of one layer, at one batch size.
+
+    Attributes:
+        layer: name of its weight.
+        order, before: the chosen one, and autograd's.
+        flops_before, flops_after: forward and backward of the layer.
+        saved_before, saved_after: bytes kept for the backward beside X and the weights.
+        seconds_before, seconds_after: predicted for forward and backward; None where time was not measured.
+        crossover_rows: from so many rows of X (tokens of a batch) on the merged forward needs fewer FLOPs.
+        why: in words.
+    """
+
+    layer: str
+    order: Order
+    before: Order
+    flops_before: int
+    flops_after: int
+    saved_before: int
+    saved_after: int
+    seconds_before: float | None
+    seconds_after: float | None
+    crossover_rows: float
+    why: str
+
+    def __str__(self) -> str:
+        time = ""
+        if self.seconds_before is not None and self.seconds_after is not None:
+            time = f", {self.seconds_before * 1e3:.2f} -> {self.seconds_after * 1e3:.2f} ms"
+        return (
+            f"{self.layer}: {self.order}, {self.flops_before:,} -> {self.flops_after:,} FLOPs, "
+            f"{self.saved_before:,} -> {self.saved_after:,} bytes saved{time}; {self.why}"
+        )
+
+
+def choose_orders(
+    graph: TrainingGraph,
+    batch_size: int,
+    rewrite: RunLora,
+    imprecise: Mapping[str, float],
+    times_for: TimesFor,
+    price: float = 0.0,
+) -> dict[str, Choice]:
+    """An order for every layer with adapters of `graph`, which never needs more FLOPs or keeps more bytes than autograd's.
+
+    Args:
+        batch_size: for which costs are compared.
+        rewrite: says whether FLOPs or time decide, or the order itself.
+        imprecise: layers whose weight must not be merged with their adapters, with the error (see `merge_errors`).
+        times_for: measured times of products on a device; None where nothing can be measured, so that FLOPs decide.
+        price: seconds (or FLOPs) that keeping a byte for the backward is worth avoiding; above 0, orders with more FLOPs are
+            considered, too (see `graphopt.planner.memory_limit`).
+    """
+    choices = {}
+    for layer in find_lora_sites(graph).layers:
+        shape = layer.shape.at(batch_size)
+        value = layer.base.meta["val"]
+        times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
+        error = imprecise.get(layer.name, 0.0)
+        try:
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, times, price)
+        except torch.OutOfMemoryError:  # no room to time products beside the model
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, None, price)
+    return choices
+
+
+def _choose(
+    layer: LoraLayer, shape: LayerShape, given: Order | None, error: float, times: ProductTimes | None, price: float
+) -> Choice:
+    before = AUTOGRAD.for_layer(shape)
+    legal = legal_orders(layer)
+    blocked = layer.unmergeable
+    if error > TOLERABLE:
+        legal = [o for o in legal if not o.merges]
+        blocked = f"merging would lose {error:.0%} of the adapter in {layer.base.meta['val'].dtype}"
+    flops = {o: order_flops(o, shape) for o in legal}
+    saved = {o: saved_bytes(o, shape) for o in legal}
+    most = order_flops(before, shape) if price == 0 else math.inf
+    affordable = [o for o in legal if flops[o] <= most and saved[o] <= saved_bytes(before, shape)]
+    if given is not None:
+        order, why = given.for_layer(shape), "as asked for"
+        if refusal(layer, order) or (order.merges and error > TOLERABLE):
+            order = before
+    elif times is None:
+        order = min(affordable, key=lambda o: (flops[o] + price * saved[o], saved[o]))
+        why = "the fewest FLOPs"
+    else:
+        rough = {o: _roofline(o, shape, times) + price * saved[o] for o in affordable}
+        close = [o for o in affordable if rough[o] <= CLOSE * min(rough.values())]
+        order = min(close, key=lambda o: (_seconds(o, shape, times) + price * saved[o], saved[o]))
+        why = "the least time"
+    if price > 0:
+        why += " within the memory"
+    if order == before:
+        why = f"autograd's own order has {why.removeprefix('the ')}" if given is None else why
+    if blocked:
+        why = f"{why} of those that do not merge: {blocked}" if given is None else blocked
+    return Choice(
+        layer.name,
+        order,
+        before,
+        order_flops(before, shape),
+        order_flops(order, shape),
+        saved_bytes(before, shape),
+        saved_bytes(order, shape),
+        None if times is None else _seconds(before, shape, times),
+        None if times is None else _seconds(order, shape, times),
+        forward_crossover(shape),
+        why,
+    )
+
+
+def _seconds(order: Order, shape: LayerShape, times: ProductTimes) -> float:
+    forward, backward = products(order, shape)
+    return sum(times.product(*p) for p in forward + backward) + moved_bytes(order, shape) / times.bandwidth
+
+
+def _roofline(order: Order, shape: LayerShape, times: ProductTimes) -> float:
+    forward, backward = products(order, shape)
+    seconds = moved_bytes(order, shape) / times.bandwidth
+    for m, k, n in forward + backward:
+        moved = (m * k + k * n + m * n) * shape.itemsize
+        seconds += max(2 * m * k * n / times.peak, moved / times.bandwidth)
+    return seconds
+
+
+def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    """Per layer in half precision the part of its adapters' contribution that rounding W + cAB loses: |error| / |cAB|.
+
+    An adapter that contributes nothing yet (B = 0) counts as lost entirely. Layers in full precision are left out.
+
+    Args:
+        tensors: the model's parameters and buffers by name.
+    """
+    placeholders = {
+        node: tensors[desc.target]
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if desc.kind in ("parameter", "buffer") and desc.target in tensors
+    }
+    errors = {}
+    for layer in find_lora_sites(graph).layers:
+        if layer.base.meta["val"].dtype in (torch.float32, torch.float64) or layer.unmergeable:
+            continue
+        operands = product(layer.base)
+        assert operands is not None
+        weight = _evaluate(operands[1], placeholders)
+        change = torch.zeros_like(weight, dtype=torch.float32)
+        for adapter in layer.adapters:
+            a, b = (_evaluate(n, placeholders) for n in (adapter.first.args[1], adapter.second.args[1]))
+            change += adapter.scale * (a.float() @ b.float())
+        rounded = (weight.float() + change).to(weight.dtype).float() - weight.float()
+        size = float(change.norm())
+        errors[layer.name] = float((rounded - change).norm()) / size if size else 1.0
+    return errors
+
+
+def _evaluate(node: Any, placeholders: Mapping[fx.Node, Tensor]) -> Tensor:
+    """The value of a node that depends on parameters alone."""
+    if node in placeholders:
+        return placeholders[node].detach()
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, placeholders))
+    with torch.no_grad():
+        result: Tensor = node.target(*args, **kwargs)
+    return result

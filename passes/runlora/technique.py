@@ -1,0 +1,114 @@
+"""The reordering of adapters' products as a technique: what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.runlora.choose import TOLERABLE, Choice, choose_orders, merge_errors
+from graphopt.passes.runlora.orders import AUTOGRAD, Order, named_order
+from graphopt.passes.runlora.rewrite import fewest_flops, reorder
+from graphopt.passes.runlora.sites import find_lora_sites
+from graphopt.passes.runlora.within_memory import orders_within
+from graphopt.passes.technique import Planning, Technique
+from torch import Tensor
+
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.planner.product_times import product_times
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class MergeErrors:
+    """By layer, the part of its adapters' contribution that merging it with its weight loses; see `merge_errors`."""
+
+    by_layer: Mapping[str, float]
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`: the layers that must not be merged."""
+        return tuple(sorted(name for name, error in self.by_layer.items() if error > TOLERABLE))
+
+
+@dataclass(frozen=True)
+class RunLora(Technique):
+    """The reordering of adapters' products.
+
+    Attributes:
+        order: one order for all layers, as an `Order` or by the paper's names ("forward2+backward5"); None: the planner
+            chooses for each.
+        criterion: what the planner minimises: "time" (measured products) or "flops".
+    Raises:
+        PassError: an unknown order or criterion.
+    """
+
+    order: Order | str | None = None
+    criterion: str = "time"
+    name = "runlora"
+    preserves = Preserves.EXACT
+    serves = ()
+    by_part = True
+    decides = MergeErrors
+
+    def __post_init__(self) -> None:
+        if self.criterion not in ("time", "flops"):
+            raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
+        _ = self.fixed_order
+
+    @property
+    def fixed_order(self) -> Order | None:
+        """`order`, if one was asked for."""
+        return _by_name(self.order) if isinstance(self.order, str) else self.order
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every layer whose products can be reordered, by the name of its weight."""
+        return [Site(layer.name) for layer in find_lora_sites(graph).layers]
+
+    def before_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """Find where merging would lose the adapters; leave a plan where no layer has any."""
+        sites = find_lora_sites(planning.graph)
+        if planning.auto and not sites.layers and not sites.left_alone:
+            return plan.with_passes([p for p in plan.passes if p is not self])
+        return self.measured(plan, planning.graph, planning.tensors)
+
+    def measured(self, plan: Plan, graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Plan:
+        """The plan with the errors of merging as the weights are now."""
+        return plan.decided(self.name, MergeErrors(merge_errors(graph, tensors)))
+
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, Order], tuple[Any, ...]]:
+        """The cheapest order of every layer, within the budget's memory."""
+        errors = plan.decisions.get(self.name, MergeErrors({})).by_layer
+
+        def choose(price: float) -> dict[str, Choice]:
+            return choose_orders(graph, graph.batch_size, self, errors, product_times, price)
+
+        if plan.memory is None or self.fixed_order is not None:
+            found = choose(0.0)
+        else:
+            found = orders_within(plan.memory, graph, graph.batch_size, choose)
+        return {name: choice.order for name, choice in found.items()}, tuple(found.values())
+
+    def apply(self, graph: TrainingGraph, decisions: Mapping[str, Order] | Collection[str]) -> Changes:
+        """Give each layer the order in `decisions`; where only names are given, `order` or the one with the fewest FLOPs.
+
+        Raises:
+            PassError: an unknown layer, or an order that merges where merging would change the result.
+        """
+        if not isinstance(decisions, Mapping):
+            own = {layer.name: layer for layer in find_lora_sites(graph).layers}
+            fewest = {name: fewest_flops(own[name], graph.batch_size) for name in decisions if name in own}
+            decisions = {name: self.fixed_order or fewest.get(name, AUTOGRAD) for name in decisions}
+        return reorder(graph, decisions)
+
+
+def _by_name(text: str) -> Order:
+    forward, _, backward = text.replace(" ", "").partition("+")
+    try:
+        return named_order(forward, backward)
+    except KeyError:
+        raise PassError(f"order {text!r}: use forward1 or forward2, then + and backward1 to backward8.") from None

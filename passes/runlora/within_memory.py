@@ -1,0 +1,58 @@
+"""Contraction orders under a limit on memory: as much is computed again as the limit needs, where that costs least."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from graphopt.passes.runlora.choose import Choice
+from graphopt.passes.runlora.rewrite import reorder
+
+from graphopt.graph import TrainingGraph
+from graphopt.planner.memory_limit import MemoryLimit
+
+ChooseOrders = Callable[[float], dict[str, Choice]]
+"""Orders by the price of a byte kept for the backward; see `choose_orders`."""
+
+_LOWEST, _HIGHEST, _STEPS = -18.0, 18.0, 24
+"""Decimal exponents between which the price is looked for, and halvings: seconds on a fast device and FLOPs both fit."""
+
+
+def orders_within(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, choose: ChooseOrders) -> dict[str, Choice]:
+    """The cheapest orders with which a step stays within `limit`; if none do, those that keep the fewest bytes.
+
+    Orders are rewritten into the graph and their peak foretold; the excess tells how many bytes fewer must be kept.
+    """
+    choices = choose(0.0)
+    least = choose(10.0**_HIGHEST)
+    target = _saved(choices)
+    while _saved(choices) > _saved(least):
+        excess = limit.peak_of(_rewritten(graph, choices), batch_size) - limit.peak_bytes
+        if excess <= 0:
+            break
+        target = min(target, _saved(choices)) - excess
+        choices = _cheapest(choose, target)
+    return choices
+
+
+def _cheapest(choose: ChooseOrders, saved: int) -> dict[str, Choice]:
+    """Orders that keep at most `saved` bytes, at the lowest price that does so; else those of the highest price."""
+    low, high = _LOWEST, _HIGHEST
+    best = choose(10.0**high)
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        found = choose(10.0**middle)
+        if _saved(found) <= saved:
+            best, high = found, middle
+        else:
+            low = middle
+    return best
+
+
+def _saved(choices: Mapping[str, Choice]) -> int:
+    return sum(choice.saved_after for choice in choices.values())
+
+
+def _rewritten(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:
+    result = graph.clone()
+    reorder(result, {name: choice.order for name, choice in choices.items()})
+    return result

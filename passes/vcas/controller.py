@@ -1,0 +1,361 @@
+"""The controller that adapts how many rows the backward keeps (VCAS, section 5)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from graphopt.passes.vcas.calibration import Call, Measurement
+from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, proposed
+from graphopt.passes.vcas.rewrite import ROWS, TOKENS
+from graphopt.passes.vcas.technique import Ratios, SampleSizes, Vcas
+from torch import Tensor
+
+from graphopt.calls import as_call
+from graphopt.compat import pytree
+from graphopt.errors import InputError, first_line
+from graphopt.runtime.controllers import Every
+from graphopt.runtime.plain_values import from_plain, to_plain
+
+if TYPE_CHECKING:
+    from graphopt.passes.vcas.measuring import MeasuringStep
+
+    from graphopt.runtime.module import OptimizedModule
+
+BATCHES = 2
+"""M: batches of a calibration; each has an exact pass, and a sampled one for every set of ratios that is measured."""
+
+ROWS_SHARE = 0.75
+"""Part of the budget that is for rows; the rest is for the terms of weights' gradients, which rarely use theirs up."""
+
+ATTEMPTS = 3
+"""Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
+
+MOST_VARIANTS = 8
+"""Different sets of ratios that are ever compiled, the exact step among them."""
+
+WORTH_COMPILING = 0.02
+"""Least saving, in FLOPs of the full step, for which ratios are lowered to ones that have not been compiled yet."""
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What one adaptation measured and did.
+
+    Attributes:
+        step: of training.
+        preserved: s.
+        rows_variance, tokens_variance: V_act and V_w as parts of the mini-batch variance V_s, measured with the ratios
+            that it settled on before they were put in force.
+        rows, tokens: ratios in force from now on, by block and by weight.
+        flops_ratio: FLOPs of a step with them, as a part of the exact step's.
+        seconds: of the calibration.
+        changed: they differ from those until now.
+    """
+
+    step: int
+    preserved: float
+    rows_variance: float
+    tokens_variance: float
+    rows: Mapping[str, float]
+    tokens: Mapping[str, float]
+    flops_ratio: float
+    seconds: float
+    changed: bool
+
+
+@dataclass
+class _Counts:
+    """FLOPs so far, in steps of exact training."""
+
+    spent: float = 0.0
+    calibrating: float = 0.0
+    steps: int = 0
+    seconds: float = 0.0
+    history: list[Adaptation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a checkpoint keeps; `recent` only holds batches that the next calibration may run on."""
+
+    ratios: SampleRatios
+    due: Any
+    spent: float
+    calibrating: float
+    steps: int
+    seconds: float
+    history: tuple[Adaptation, ...]
+    recent: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
+    measured: str
+    calibrations: int
+    late: bool
+
+
+class IdleController:
+    """Stands for a `SamplingController` where nothing is sampled, so that loops that are written for one run unchanged."""
+
+    def __init__(self) -> None:
+        self.counts = _Counts()
+
+    @property
+    def ratios(self) -> Ratios:
+        """None: every row is kept."""
+        return ()
+
+    @property
+    def history(self) -> list[Adaptation]:
+        """Empty."""
+        return self.counts.history
+
+    @property
+    def seconds(self) -> float:
+        """None were spent."""
+        return 0.0
+
+    @property
+    def flops_saved(self) -> float:
+        """None were saved by sampling."""
+        return 0.0
+
+    def after_step(self, batch: Any) -> None:
+        """Do nothing."""
+
+    def snapshot(self) -> Any:
+        """See `Stateful`: there is nothing to keep."""
+        return {}
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        if snapshot != {}:
+            raise InputError("it was saved while rows were sampled, and this plan samples none: use the same passes.")
+        return lambda: None
+
+
+class SamplingController:
+    """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
+
+    `ROWS_SHARE` of the budget is for rows (V_act), the rest for the terms of weights' gradients (V_w). A calibration runs
+    `BATCHES` exact passes of the last batches, proposes lower ratios, and runs as many sampled passes with them. Ratios that
+    would add too much variance are raised and measured again, so that none is ever put in force that was measured above the
+    budget. It uses a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the
+    first one, training is exact.
+
+    Variances are those of ordinary gradients: a calibration runs neither samplers nor the lsp pass. Where gradients are
+    compressed, the variance that sampling adds to P'GQ, as a part of the mini-batch's own, is not measured.
+
+    Example:
+        for batch in loader:
+            ...  # forward, backward, optimizer.step()
+            opt.controller.after_step(batch)
+    """
+
+    def __init__(self, opt: OptimizedModule, rewrite: Vcas, tolerance: float) -> None:
+        """Set up a controller; `optimize` does it.
+
+        Args:
+            opt: the optimised model.
+            rewrite: says how often ratios are adapted, and by how much.
+            tolerance: extra variance as a part of the mini-batch's own.
+        """
+        self.opt = opt
+        self.rewrite = rewrite
+        self.tolerance = tolerance
+        self.state = SampleRatios()
+        self.due = Every(rewrite.every)
+        self.counts = _Counts()
+        self._recent: list[Call] = []
+        self._known: dict[Ratios, float] = {(): 1.0}
+        self._measured = ""
+        self._calibrations = 0
+        self._late = False
+
+    @property
+    def ratios(self) -> Ratios:
+        """In force, by site; sites that are not named are kept in full."""
+        return self.rewrite.found(self.opt.plan).ratios
+
+    @property
+    def history(self) -> list[Adaptation]:
+        """Every adaptation so far."""
+        return self.counts.history
+
+    @property
+    def seconds(self) -> float:
+        """Spent on adaptations so far."""
+        return self.counts.seconds
+
+    @property
+    def flops_saved(self) -> float:
+        """Part of the FLOPs of exact training that was saved so far, calibrations paid for."""
+        if not self.counts.steps:
+            return 0.0
+        return 1 - (self.counts.spent + self.counts.calibrating) / self.counts.steps
+
+    def after_step(self, batch: Any) -> Adaptation | None:
+        """Count a step; when it is time, calibrate on the last batches and adapt.
+
+        Args:
+            batch: what the model was called with: a tuple, or a dict with labels.
+        Returns:
+            What was done; None between adaptations, where the backward cannot be sampled, and where a calibration failed, such
+            as for want of memory (`opt.report` says why): the ratios stay.
+        """
+        self.counts.steps += 1
+        if self.opt.mixing:
+            self.counts.spent += 1.0
+            return None
+        self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
+        self._recent = [*self._recent, as_call(batch)][-BATCHES:]
+        self._late = self.due.after_step() or self._late
+        if not self._late:
+            return None
+        batches = self._alike()
+        if len(batches) < BATCHES:  # the batch before had another shape
+            return None
+        self._late = False
+        try:
+            return self._calibrate(batch, batches)
+        except InputError:
+            raise
+        except Exception as error:
+            self.opt.note(f"a calibration of the sampler failed ({first_line(error)}); its ratios stay as they are")
+            return None
+
+    def _calibrate(self, batch: Any, batches: Sequence[Any]) -> Adaptation:
+        """Measure on `batches`, adapt, and put in force."""
+        start = time.perf_counter()
+        before = self.opt.plan.key
+        rows_variance, tokens_variance, flops_ratio = self._lower(batch, batches)
+        ratios = dict(self.ratios)
+        adaptation = Adaptation(
+            step=self.counts.steps,
+            preserved=self.state.preserved,
+            rows_variance=rows_variance,
+            tokens_variance=tokens_variance,
+            rows={k.removeprefix(ROWS): v for k, v in ratios.items() if k.startswith(ROWS)},
+            tokens={k.removeprefix(TOKENS): v for k, v in ratios.items() if k.startswith(TOKENS)},
+            flops_ratio=flops_ratio,
+            seconds=time.perf_counter() - start,
+            changed=self.opt.plan.key != before,
+        )
+        self.counts.seconds += adaptation.seconds
+        self.counts.history.append(adaptation)
+        return adaptation
+
+    def _lower(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
+        """Lower the ratios of what is selected; returns `rows_variance`, `tokens_variance` and `flops_ratio` of `Adaptation`."""
+        step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
+        if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
+            self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
+        seen = self._adapt(step, batches)
+        self._install(batch, step.batch_size)
+        terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
+        return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
+
+    def snapshot(self) -> Any:
+        """See `Stateful`. Batches are held only where the next calibration will run on them."""
+        needed = BATCHES - 1 if self._late else max(0, BATCHES - self.due.remaining)
+        state = _State(
+            ratios=self.state,
+            due=self.due.snapshot(),
+            spent=self.counts.spent,
+            calibrating=self.counts.calibrating,
+            steps=self.counts.steps,
+            seconds=self.counts.seconds,
+            history=tuple(self.counts.history),
+            recent=tuple(self._recent[-needed:] if needed else ()),
+            known=tuple(self._known.items()),
+            measured=self._measured,
+            calibrations=self._calibrations,
+            late=self._late,
+        )
+        return to_plain(state)
+
+    def prepare(self, snapshot: Any) -> Callable[[], None]:
+        """See `Stateful`."""
+        saved = from_plain(_State, snapshot, "sampling")
+        known = dict(saved.known)
+        if () not in known:
+            raise InputError("sampling.known lacks the exact step.")
+        restore_count = self.due.prepare(saved.due)
+
+        def restore() -> None:
+            restore_count()
+            self.state = saved.ratios
+            self.counts = _Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
+            self._recent, self._known = list(saved.recent), known
+            self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
+
+        return restore
+
+    def _alike(self) -> list[Call]:
+        """The last batches whose tensors have the shapes of the very last one's, where that is."""
+
+        def tensors(call: Call) -> list[Tensor]:
+            return [t for t in pytree.tree_leaves(call) if isinstance(t, Tensor)]
+
+        last = tensors(self._recent[-1])
+        found = []
+        for call in self._recent:
+            if [t.shape for t in tensors(call)] == [t.shape for t in last]:
+                leaves, structure = pytree.tree_flatten(call)
+                devices = iter([t.device for t in last])  # a batch of a checkpoint is on the CPU
+                moved = [leaf.to(next(devices)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                found.append(pytree.tree_unflatten(moved, structure))
+        return found
+
+    def _adapt(self, step: MeasuringStep, batches: Sequence[Call]) -> Calibration:
+        """Lower the ratios as far as their measured variance allows; returns what was measured with those it settled on."""
+        probe = step.probe
+        for_rows, for_terms = ROWS_SHARE * self.tolerance, (1 - ROWS_SHARE) * self.tolerance
+        self._calibrations += 1
+        measurement = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations)
+        exact = measurement.exact()
+        norms = exact.norms
+        self.counts.calibrating += len(batches)
+        fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
+        alpha, beta = self.rewrite.alpha, self.rewrite.beta
+        candidate = proposed(self.state, norms, probe.tokens, alpha, beta, fewest)
+        for _ in range(ATTEMPTS):
+            seen = measurement.sampled(exact, candidate.rounded)
+            self.counts.calibrating += len(batches)
+            if not seen.comparable:
+                return seen
+            better = corrected(candidate, seen, self.state, norms, for_rows, for_terms, alpha, beta)
+            if better is candidate:
+                self.state = candidate
+                return seen
+            candidate = better
+        # Nothing that was measured fits: all rows and terms, until the next calibration goes on from here.
+        self.state = SampleRatios(candidate.preserved, dict.fromkeys(norms.rows, 1.0), dict.fromkeys(probe.tokens, 1.0))
+        return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0))
+
+    def _install(self, batch: Any, batch_size: int) -> None:
+        """Put the adapted ratios in force, rounded to ones that are compiled or worth it."""
+        rounded = self.state.rounded
+        wanted = {ROWS + n: r for n, r in rounded.rows.items()} | {TOKENS + n: r for n, r in rounded.tokens.items()}
+        key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
+        if key not in self._known:
+            plan = self.opt.plan.decided(self.rewrite.name, SampleSizes(key, batch_size))
+            flops = self.opt.sampled_flops(plan, batch)
+            allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
+            cheapest = min(allowed, key=lambda known: allowed[known])
+            if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:
+                key = cheapest
+            else:
+                self._known[key] = flops
+        self.opt.decide(self.rewrite.name, SampleSizes(key, batch_size))
+
+
+def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """Whether a set of ratios keeps at least what is wanted everywhere."""
+    return all(known.get(name, 1.0) >= ratio for name, ratio in wanted.items())
+
+
+def _part(value: float, whole: float) -> float:
+    return value / whole if whole else math.nan

@@ -1,0 +1,216 @@
+"""The sampler as a technique: what it refuses, decides and starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graphopt.passes.base import Changes, Pass, Preserves, Site
+from graphopt.passes.technique import Planning, Technique
+from graphopt.passes.vcas.boundaries import find_boundaries
+from graphopt.passes.vcas.products import find_weight_products
+from graphopt.passes.vcas.rewrite import ROWS, TOKENS, Draws, sample
+
+from graphopt.budget import Budget
+from graphopt.errors import BudgetError, InputError, PassError
+from graphopt.graph import TrainingGraph
+from graphopt.tangents import for_loss_alone
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+    from graphopt.runtime.module import OptimizedModule
+
+LEFT_OUT = "the selection keeps to the FLOPs by itself, and measuring variances would cost more of them"
+"""Why "auto" does not sample rows where FLOPs are limited, although the budget allows some variance."""
+
+Ratios = tuple[tuple[str, float], ...]
+"""(site, part of its rows kept) where that is less than all, sorted."""
+
+
+@dataclass(frozen=True)
+class SampleSizes:
+    """Ratios that a controller has found, for batches of one size; others are computed exactly.
+
+    Attributes:
+        ratios: by site; sites that are not named are kept in full.
+        batch_size: samples of those batches.
+    Raises:
+        InputError: a ratio or a size that no batch can have, as a damaged file may.
+    """
+
+    ratios: Ratios = ()
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 0 or not all(0 < ratio <= 1 for _, ratio in self.ratios):
+            raise InputError("the ratios of vcas are not all above 0 and at most 1.")
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`."""
+        return self.ratios
+
+
+@dataclass(frozen=True)
+class Vcas(Technique):
+    """The sampler.
+
+    Attributes:
+        keep_rows: part of the batch kept (rho): for all boundaries, or one number for each from the output to the input. None:
+            under `Budget(variance=...)` a controller adapts it, starting from 1.
+        keep_tokens: part of the rows kept in each weight's gradient (nu): for all, or by parameter name. None: as `keep_rows`.
+        sampler: "systematic" keeps an exact number of rows; "bernoulli" (the paper's) draws each by itself, and has room for
+            three standard deviations more than expected.
+        seed: of the generator that rows are drawn with.
+        every: steps between adaptations (F); the paper's advice is at most 1/50 of all steps, and no more than 500.
+        alpha, beta: how fast an adaptation changes the rows' and the tokens' ratios.
+    Raises:
+        PassError: a ratio outside (0, 1], ratios that increase towards the input, or an unknown sampler.
+    """
+
+    keep_rows: float | tuple[float, ...] | None = None
+    keep_tokens: float | Mapping[str, float] | None = None
+    sampler: str = "systematic"
+    seed: int = 0
+    every: int = 100
+    alpha: float = 0.01
+    beta: float = 0.95
+    name = "vcas"
+    preserves = Preserves.UNBIASED
+    serves = ("variance",)
+    decides = SampleSizes
+
+    def __post_init__(self) -> None:
+        if self.sampler not in ("systematic", "bernoulli"):
+            raise PassError(f"sampler={self.sampler!r}: use 'systematic' or 'bernoulli'.")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise PassError(f"every={self.every!r} must be at least 1 step.")
+        for name, rate in (("alpha", self.alpha), ("beta", self.beta)):
+            if not (isinstance(rate, (int, float)) and 0 < rate < 1):
+                raise PassError(f"{name}={rate!r} must be a number between 0 and 1.")
+        if isinstance(self.keep_rows, Sequence) and not isinstance(self.keep_rows, str) and self.keep_rows:
+            object.__setattr__(self, "keep_rows", tuple(self.keep_rows))
+        rows = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows,)
+        tokens = self.keep_tokens.values() if isinstance(self.keep_tokens, Mapping) else (self.keep_tokens,)
+        for name, ratios in (("keep_rows", rows), ("keep_tokens", tokens)):
+            for ratio in ratios:
+                number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
+                if ratio is not None and not (number and 0 < ratio <= 1):
+                    raise PassError(f"{name}={ratio!r} must be a number above 0 and at most 1.")
+        if isinstance(self.keep_rows, tuple) and list(self.keep_rows) != sorted(self.keep_rows, reverse=True):
+            raise PassError(f"keep_rows={self.keep_rows}: ratios must not increase from the output to the input.")
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a controller is to find the ratios."""
+        return self.keep_rows is None and self.keep_tokens is None
+
+    def check(self, budget: Budget, passes: Sequence[Pass]) -> None:
+        """See that either the ratios are given or the variance is."""
+        if not self.adaptive and budget.variance is not None:
+            raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
+        if self.adaptive and budget.variance is None:
+            raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
+
+    @classmethod
+    def wanted(cls, budget: Budget) -> bool | str:
+        """See `Technique`."""
+        return budget.variance is not None and (budget.flops is None or LEFT_OUT)
+
+    def after_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """The plan, knowing whether the backward can be sampled.
+
+        Raises:
+            PassError: it cannot, although the caller asked for it by stating ratios; or they do not fit the model.
+        """
+        reason = planning.mixing(plan)
+        if not self.adaptive:
+            if reason:
+                remedy = "Pass an example of at least 2 samples" if planning.graph.batch_size == 1 else "Remove the vcas pass"
+                raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
+            self.ratios(plan.before_sampling().rewrite(planning.graph)[0])
+        return replace(plan, mixing=reason)
+
+    def found(self, plan: Plan) -> SampleSizes:
+        """What a controller has decided."""
+        decided: SampleSizes = plan.decisions.get(self.name, SampleSizes())
+        return decided
+
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, float], tuple[()]]:
+        """The ratios by site; none where the backward cannot be sampled."""
+        if plan.mixing or plan.measures or not graph.symbolic:
+            return {}, ()
+        if not self.adaptive:
+            return self.ratios(graph), ()
+        found = self.found(plan)
+        if graph.batch_size != found.batch_size:
+            return {}, ()
+        known = {site.name for site in self.applicable(graph)}  # another selection may have fewer sites
+        return {name: ratio for name, ratio in found.ratios if name in known}, ()
+
+    def reselected(self, plan: Plan, graph: TrainingGraph, mixing: Callable[[Plan], str]) -> Plan:
+        """The plan without ratios: another selection has other boundaries. Until the next calibration every row is kept."""
+        return replace(plan.decided(self.name, SampleSizes()), mixing=mixing(plan) if graph.symbolic else plan.mixing)
+
+    def leaves_out(self, plan: Plan) -> bool:
+        """See `Technique`; a step that measures never does."""
+        return not plan.measures and (not self.adaptive or bool(self.found(plan).ratios))
+
+    def for_batch(self, plan: Plan, batch_size: int) -> Plan:
+        """Ratios that were measured hold for one size alone."""
+        found = self.found(plan)
+        return plan.decided(self.name, SampleSizes()) if found.ratios and found.batch_size != batch_size else plan
+
+    def start(self, opt: OptimizedModule) -> None:
+        """Have a controller find the ratios."""
+        from graphopt.passes.vcas.controller import SamplingController
+
+        if self.adaptive and opt.budget.variance is not None:
+            opt.control(SamplingController(opt, self, opt.budget.variance))
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        """Every boundary and every weight's product; none where the batch is not symbolic."""
+        if not graph.symbolic:
+            return []
+        graph = for_loss_alone(graph)
+        boundaries = [Site(ROWS + b.name) for b in find_boundaries(graph)]
+        return boundaries + [Site(TOKENS + p.name) for p in find_weight_products(graph)]
+
+    def ratios(self, graph: TrainingGraph) -> dict[str, float]:
+        """The ratio of every site, as this pass was given them.
+
+        Raises:
+            PassError: not as many ratios as boundaries, or an unknown weight.
+        """
+        sites = [site.name for site in self.applicable(graph)]
+        rows = [name for name in sites if name.startswith(ROWS)]
+        tokens = [name for name in sites if name.startswith(TOKENS)]
+        given = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows or 1.0,) * len(rows)
+        if rows and len(given) != len(rows):
+            names = ", ".join(name.removeprefix(ROWS) for name in rows)
+            raise PassError(f"keep_rows has {len(given)} ratios for {len(rows)} boundaries, from the output: {names}.")
+        if isinstance(self.keep_tokens, Mapping):
+            unknown = sorted({TOKENS + name for name in self.keep_tokens} - set(tokens))
+            if unknown:
+                raise PassError(f"keep_tokens names no weight of a linear layer: {', '.join(unknown)}.")
+            by_name = self.keep_tokens
+            kept = [by_name.get(name.removeprefix(TOKENS), 1.0) for name in tokens]
+        else:
+            kept = [self.keep_tokens or 1.0] * len(tokens)
+        return dict(zip([*rows, *tokens], [*given, *kept], strict=False))
+
+    def apply(self, graph: TrainingGraph, decisions: Mapping[str, float] | Collection[str]) -> Changes:
+        """Sample at each site in `decisions` with its ratio there, or, where only names are given, with this pass's own.
+
+        The number of rows follows from `graph.batch_size`: the result holds for that batch alone.
+
+        Raises:
+            PassError: an unknown site, or an operator below a boundary that mixes samples.
+        """
+        own = self.ratios(graph)
+        unknown = sorted(set(decisions) - set(own))
+        if unknown:
+            raise PassError(f"nothing to sample at {', '.join(unknown)}.")
+        ratios = dict(decisions) if isinstance(decisions, Mapping) else {name: own[name] for name in decisions}
+        return sample(graph, ratios, Draws(graph, self.sampler, self.seed))

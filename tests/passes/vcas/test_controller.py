@@ -1,0 +1,133 @@
+"""The controller: variance under its budget, and nothing of the user's touched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import Vcas
+from graphopt.passes.vcas.controller import MOST_VARIANTS, SamplingController
+from torch import nn
+
+import graphopt
+from tests import zoo
+from tests.runtime.uneven import batches
+
+
+def trained(
+    budget: float | None, steps: int, every: int = 4, dropout: float = 0.0, between: Any = None
+) -> tuple[nn.Module, SamplingController | None, graphopt.OptimizedModule]:
+    torch.manual_seed(0)
+    model = zoo.MLP(width=32)
+    if dropout:
+        model.second = nn.Sequential(model.second, nn.Dropout(dropout))  # type: ignore[assignment]
+    passes: list[Any] = [] if budget is None else [Vcas(every=every, alpha=0.04, beta=0.8)]
+    data = batches(steps)
+    opt = graphopt.optimize(model, data[0], budget=graphopt.Budget(variance=budget), passes=passes, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for batch in data:
+        opt(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if opt.controller is not None:
+            opt.controller.after_step(batch)
+        if between is not None:
+            between(opt)
+    return model, opt.controller, opt
+
+
+def test_ratios_fall_and_the_measured_variance_stays_under_the_budget() -> None:
+    _, controller, opt = trained(0.5, 120)
+    assert controller is not None
+    history = controller.history
+    assert len(history) == 30
+    assert history[-1].flops_ratio < 1
+    assert any(a.changed for a in history)
+    assert all(a.rows_variance <= 0.375 and a.tokens_variance <= 0.125 for a in history)
+    assert any(a.rows_variance > 0 for a in history)
+    assert len(controller._known) <= MOST_VARIANTS
+    assert opt.report.compilations <= MOST_VARIANTS + 1
+    for adaptation in history:
+        ratios = [adaptation.rows.get(name, 1.0) for name in ("third", "second", "first")]
+        assert ratios == sorted(ratios, reverse=True)
+
+
+def test_until_the_first_calibration_training_is_exact() -> None:
+    exact, _, _ = trained(None, 4)
+    ours, controller, _ = trained(0.2, 4)
+    assert controller is not None
+    assert len(controller.history) == 1
+    for a, b in zip(ours.parameters(), exact.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_calibration_changes_nothing_but_the_ratios() -> None:
+    """Dropout draws the same numbers, gradients in the making and buffers stay, whatever the controller does."""
+    torch.manual_seed(0)
+    model = zoo.MLP(width=16)
+    model.second = nn.Sequential(model.second, nn.Dropout(0.3))  # type: ignore[assignment]
+    model.register_buffer("count", torch.zeros(()))
+    data = batches(3)
+    opt = graphopt.optimize(model, data[0], budget=graphopt.Budget(variance=0.1), passes=[Vcas(every=2)], backend="aot_eager")
+    for batch in data[:2]:
+        opt(*batch).backward()  # two backwards before a step: gradients accumulate
+        gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        state, tensors = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+        adaptation = opt.controller.after_step(batch)  # type: ignore[union-attr]
+        assert torch.equal(state, torch.get_rng_state())
+        assert all(torch.equal(a, b) for a, b in zip(tensors.values(), model.state_dict().values(), strict=True))
+        after = [p.grad for p in model.parameters()]
+        assert all(torch.equal(a, b) for a, b in zip(gradients, after, strict=True))  # type: ignore[arg-type]
+    assert adaptation is not None
+
+
+def test_a_last_smaller_batch_is_exact_and_puts_the_calibration_off_until_two_are_alike() -> None:
+    torch.manual_seed(0)
+    model = zoo.MLP(width=16)
+    data = batches(12)
+    opt = graphopt.optimize(
+        model, data[0], budget=graphopt.Budget(variance=0.5), passes=[Vcas(every=3, alpha=0.4, beta=0.5)], backend="aot_eager"
+    )
+    assert opt.controller is not None
+    for i, batch in enumerate(data):
+        small = zoo.rows(batch, 5) if i % 3 == 2 else batch
+        opt(*small).backward()
+        assert opt.last_step is not None
+        if small is not batch:
+            assert opt.last_step.sampled_part == 1
+        opt.controller.after_step(small)
+    assert [a.step for a in opt.controller.history] == [5, 8, 11]
+
+
+def test_savings_pay_for_calibrations() -> None:
+    _, controller, _ = trained(0.2, 8)
+    assert controller is not None
+    calibrating = controller.counts.calibrating
+    assert calibrating >= 2 * (2 + 2)  # two calibrations, each with two exact and at least two sampled passes
+    assert calibrating % 2 == 0
+    assert controller.flops_saved == pytest.approx(1 - (8 + calibrating) / 8, abs=0.2)
+    assert controller.flops_saved < 0
+
+
+def test_the_report_says_what_is_kept() -> None:
+    _, controller, opt = trained(0.2, 60)
+    assert controller is not None
+    report = opt.report
+    assert report.sampling is not None
+    assert report.sampling["rows"].keys() == {"third", "second", "first"}
+    assert report.sampling["tokens"].keys() == {"third.weight", "second.weight", "first.weight"}
+    assert report.sampling["flops_saved"] == controller.flops_saved
+    assert "vcas: gradients unbiased" in report.approximations
+    assert "rows kept" in str(report)
+    assert "variance added" in str(report)
+
+
+def test_the_loop_of_the_readme() -> None:
+    model, inputs = zoo.make("bert", 8)
+    opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(variance=0.025), backend="aot_eager")
+    assert isinstance(opt.controller, SamplingController)
+    assert graphopt.optimize(model, inputs, backend="aot_eager").controller is None
+    opt(**inputs).loss.backward()
+    assert opt.controller.after_step(inputs) is None
