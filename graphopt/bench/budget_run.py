@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.bench.device import this_device
 from graphopt.bench.greentrainer import minilm_folder
-from graphopt.bench.memory import held_bytes, peak_on_cpu, peak_on_cuda
+from graphopt.bench.memory import held_bytes, peak_of
+from graphopt.bench.timing import now, this_device
 from graphopt.compat import pytree
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.errors import InputError
@@ -236,10 +236,10 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
     curve: list[dict[str, float]] = []
 
     with fresh_compiler_cache():
-        start = _now(device)
+        start = now(device)
         prepared = prepare(model, _moved(next(data.batches(BATCH, settings.seed)), device), rate, settings.backend)
         compiling = prepared.compile_seconds()
-        training = setup = _now(device) - start - compiling
+        training = setup = now(device) - start - compiling
         optimizer = prepared.optimizer
         peaks = [group["lr"] for group in optimizer.param_groups]
         torch.manual_seed(settings.seed)  # preparing draws different numbers in each variant
@@ -256,11 +256,11 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * rate_factor(progress, 1 / most)
             batch = _moved(next(batches), device)
-            start, compiled = _now(device), prepared.compile_seconds()
+            start, compiled = now(device), prepared.compile_seconds()
             loss = step(batch)
             prepared.after_step(batch)
             compiled = prepared.compile_seconds() - compiled
-            seconds.append(_now(device) - start - compiled)
+            seconds.append(now(device) - start - compiled)
             training += seconds[-1]
             compiling += compiled
             losses.append(float(loss))
@@ -331,22 +331,14 @@ def _step_peak(prepared: Prepared, batch: Batch, device: str, step: Callable[[Ba
     def train_once() -> None:
         step(batch)
 
-    if device == "cuda":
-        return peak_on_cuda(train_once)
     optimizer = prepared.optimizer
     held = [*prepared.model.parameters(), *prepared.model.buffers(), *batch.values()]
     held += [t for t in pytree.tree_leaves(optimizer.state_dict()["state"]) if isinstance(t, Tensor)]
     if isinstance(optimizer, SubspaceOptimizer):
         held += [t for weight in optimizer.subspaces.weights.values() for t in weight.inputs.values()]
         held += [t for moments in optimizer.moments.values() for t in (moments.first, moments.second)]
-    return held_bytes(held) + peak_on_cpu(train_once)
+    return peak_of(train_once, device, held_bytes(held))
 
 
 def _moved(batch: Batch, device: str) -> Batch:
     return {key: tensor.to(device) for key, tensor in batch.items()}
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
