@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import graphopt
 from graphopt.bench import breadth
 from graphopt.bench.breadth_models import CASES
-from graphopt.bench.breadth_run import Trained, compare, measure, verdict
+from graphopt.bench.breadth_run import Trained, compare, matrix_flops, measure, verdict
 from graphopt.bench.commands import bench_app
 from graphopt.errors import InputError
 
@@ -133,6 +133,23 @@ def test_an_unknown_case_is_refused(tmp_path: Path) -> None:
     found = bench(tmp_path, "--cases", "nobody")
     assert isinstance(found.exception, InputError)
     assert "unknown case nobody" in str(found.exception)
+
+
+def test_flops_that_torchs_counter_cannot_count_are_unknown_and_other_errors_are_raised() -> None:
+    case, model = CASES["plain"], torch.nn.Linear(2, 2)
+
+    def fail(error: Exception) -> Any:
+        def call() -> Any:
+            raise error
+
+        return call
+
+    assert matrix_flops(case, model, lambda: model(torch.ones(1, 2)).sum(), {}) == 16
+    assert matrix_flops(case, model, fail(AssertionError("Expected gradient function to be set")), {}) is None
+    assert matrix_flops(case, model, fail(TypeError("'NotImplementedType' object is not subscriptable")), {}) is None
+    for error in (TypeError("'NoneType' object is not subscriptable"), ValueError("no")):
+        with pytest.raises(type(error), match=str(error)):
+            matrix_flops(case, model, fail(error), {})
 
 
 def test_there_are_many_cases() -> None:
