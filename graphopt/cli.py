@@ -52,7 +52,8 @@ def analyze(
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
-        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=_named(optimizer))  # type: ignore[arg-type]
+        states = _named(optimizer)
+        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)  # type: ignore[arg-type]
         flops = analysis.flops
         if memory:
             from graphopt.report.memory import memory_dict, plot_timeline, show_memory

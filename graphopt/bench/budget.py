@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from graphopt.bench.budget_run import BATCH, LENGTH, VARIANTS, Settings, glosses_module, work
 from graphopt.bench.cases import chosen
@@ -65,7 +65,11 @@ def run(
             limit = None if variant == "exact" else settings.time * runs["exact"]["seconds"]
             task = bar.add_task(variant, total=settings.steps if variant == "exact" else settings.most_steps)
             rate = rates.get(variant, VARIANTS[variant].rate)
-            found = in_process(variant, settings, rate, limit, lambda done, task=task: bar.update(task, completed=done))  # type: ignore[misc]
+
+            def advance(done: int, task: TaskID = task) -> None:
+                bar.update(task, completed=done)
+
+            found = in_process(variant, settings, rate, limit, advance)
             bar.update(task, total=found["steps"])
             runs = {v: found if v == variant else runs[v] for v in VARIANTS if v == variant or v in runs}
             _write(file, {**header, "runs": runs})

@@ -174,8 +174,8 @@ library.impl("level_variances", level_variances, "CompositeExplicitAutograd")
 
 
 def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    exact = {"dtype": torch.float64, "device": weights.device}
-    return weights.new_empty(number, dtype=torch.int64), torch.empty(number, **exact), torch.empty((), **exact)  # type: ignore[call-overload]
+    exact = weights.new_empty(number, dtype=torch.float64)
+    return weights.new_empty(number, dtype=torch.int64), exact, exact.new_empty(())
 
 
 @torch.library.register_fake("graphopt::systematic_rows", lib=library)

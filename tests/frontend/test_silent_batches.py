@@ -36,7 +36,8 @@ def test_lists_of_targets_of_different_lengths(budget: float | None) -> None:
     class Detector(Two):
         def forward(self, x: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
             found = self.b(torch.tanh(self.a(x)))
-            return sum(nn.functional.l1_loss(found[i].expand_as(t["boxes"]), t["boxes"]) for i, t in enumerate(targets))  # type: ignore[return-value]
+            losses = [nn.functional.l1_loss(found[i].expand_as(t["boxes"]), t["boxes"]) for i, t in enumerate(targets)]
+            return sum(losses)  # type: ignore[return-value]
 
     def batch(step: int) -> Any:
         return generated(step, 3, 5), [{"boxes": generated(step + n, n, 5)} for n in (1, 2, 3 + step)]
