@@ -216,13 +216,9 @@ def _run_once(opt: Any, inputs: Any) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def demo(context: typer.Context) -> None:
     """Fine-tune MiniLM on WordNet glosses: full training against a budget at equal time; --help lists its options."""
-    import runpy
+    from graphopt.bench import demo
 
-    script = Path(__file__).parent.parent / "examples" / "finetune_glosses.py"
-    if not script.exists():
-        raise GraphoptError("the demo's data is in the repository: run it from a checkout installed with pip install -e.")
-    arguments = context.args or ["--seconds", "60", "--validation-rows", "1000"]
-    runpy.run_path(str(script))["main"](arguments)
+    demo.main(context.args or ["--seconds", "60", "--validation-rows", "1000"])
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from graphopt.bench.budget_run import BATCH, LENGTH, VARIANTS, Settings, glosses_module, work
+from graphopt.bench.budget_run import BATCH, LENGTH, VARIANTS, Settings, work
 from graphopt.bench.cases import chosen
-from graphopt.bench.greentrainer import minilm_folder
+from graphopt.bench.glosses import minilm_folder
 from graphopt.bench.tables import table
 from graphopt.bench.timing import this_device
 from graphopt.errors import GraphoptError, InputError
@@ -50,7 +50,6 @@ def run(
     named = chosen("variant", variants, VARIANTS)
     chosen("variant", rates, VARIANTS)
     minilm_folder()
-    glosses_module()
     file = folder / "results.json"
     device, name = this_device()
     header = {"torch": torch.__version__, "device": name if device == "cuda" else "CPU", "settings": asdict(settings)}

