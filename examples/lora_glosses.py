@@ -12,7 +12,6 @@ import statistics
 import time
 
 import torch
-from finetune_glosses import Glosses, model_folder, read
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import Progress
@@ -20,13 +19,14 @@ from transformers import AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 import graphopt
+from graphopt.bench.glosses import Glosses, label_numbers, minilm_folder
 
 
 def fine_tune(args: argparse.Namespace, train: Glosses, classes: int, reorder: bool, bar: Progress) -> dict:
     """One run: losses and seconds of every step, and the report."""
     torch.manual_seed(args.seed)
     base = AutoModelForSequenceClassification.from_pretrained(
-        model_folder(), num_labels=classes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        minilm_folder(), num_labels=classes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
     config = LoraConfig(
         r=args.rank,
@@ -65,7 +65,7 @@ def main() -> None:
     args = parser.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
+    labels = label_numbers()
     train = Glosses("train", labels, args.length)
     console = Console()
     with Progress(console=console) as bar:

@@ -17,16 +17,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from finetune_glosses import Glosses, accuracy, model_folder, run_every
 from graphopt.passes import Lsp
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
 
 import graphopt
+from graphopt.bench.demo import run_every
+from graphopt.bench.glosses import Glosses, accuracy, pretrained_minilm
 
 Batch = dict[str, Tensor]
 
@@ -61,8 +61,7 @@ def prepared(
 def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosses, Glosses], classes: int, bar: Progress) -> dict:
     """One run; its curves and figures."""
     train, validation = data
-    torch.manual_seed(seed)
-    model = AutoModelForSequenceClassification.from_pretrained(model_folder(), num_labels=classes).train()
+    model = pretrained_minilm(classes, seed)
     model, step, optimizer = prepared(args, kind, model, next(train.batches(args.batch, seed)))
     warm_up = 0.1 * args.steps
     schedule = torch.optim.lr_scheduler.LambdaLR(

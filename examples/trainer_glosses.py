@@ -15,9 +15,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
-from finetune_glosses import model_folder, read
 from transformers import (
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
     Trainer,
@@ -25,6 +23,7 @@ from transformers import (
 )
 
 import graphopt
+from graphopt.bench.glosses import label_numbers, minilm_folder, pretrained_minilm, read
 from graphopt.integrations.trainer import bucketed
 
 
@@ -45,11 +44,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/trainer"))
     args = parser.parse_args(argv)
 
-    labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
-    tokenizer = AutoTokenizer.from_pretrained(model_folder())
+    labels = label_numbers()
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder())
     callback = graphopt.TrainerCallback(graphopt.Budget(flops=args.budget), backend=args.backend)  # graphopt
     trainer = Trainer(
-        AutoModelForSequenceClassification.from_pretrained(model_folder(), num_labels=len(labels)),
+        pretrained_minilm(len(labels)),
         TrainingArguments(
             output_dir=str(args.out),
             max_steps=args.steps,

@@ -52,7 +52,8 @@ def analyze(
     console = Console(stderr=True)
     with console.status("loading and tracing the model"):
         loaded, inputs = load(model, batch, length, weights=False)
-        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=_named(optimizer))  # type: ignore[arg-type]
+        states = _named(optimizer)
+        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)  # type: ignore[arg-type]
         flops = analysis.flops
         if memory:
             from graphopt.report.memory import memory_dict, plot_timeline, show_memory
@@ -215,13 +216,9 @@ def _run_once(opt: Any, inputs: Any) -> None:
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def demo(context: typer.Context) -> None:
     """Fine-tune MiniLM on WordNet glosses: full training against a budget at equal time; --help lists its options."""
-    import runpy
+    from graphopt.bench import demo
 
-    script = Path(__file__).parent.parent / "examples" / "finetune_glosses.py"
-    if not script.exists():
-        raise GraphoptError("the demo's data is in the repository: run it from a checkout installed with pip install -e.")
-    arguments = context.args or ["--seconds", "60", "--validation-rows", "1000"]
-    runpy.run_path(str(script))["main"](arguments)
+    demo.main(context.args or ["--seconds", "60", "--validation-rows", "1000"])
 
 
 def main() -> None:

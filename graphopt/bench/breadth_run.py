@@ -1,21 +1,18 @@
-"""One case of `graphopt bench breadth`: the same model trained three times on the same batch, and what differs.
-
-`python -m graphopt.bench.breadth_run CASE` runs in a process of its own and ends with a line of JSON. Before each phase it
-writes a line with the phase's name, so that of a process that dies it is known how far it came.
-"""
+"""One case of `graphopt bench breadth`: the same model trained three times on the same batch, and what differs."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from graphopt.bench.cases import Row, attempt, begin
 
 STEPS = 2
 """Of each run; the second shows what has to be compiled again."""
@@ -32,10 +29,10 @@ FLOOR = 1e-4
 COUNTING = 0.03
 """By how much torch's own counter of FLOPs, which knows of products and convolutions alone, may exceed the budget."""
 
-VERDICTS = ("ok", "ok, partly planned", "ok, over budget", "refused", "wrong", "uncompiled", "torch.compile fails", "case fails")
+CANNOT_COUNT = ("Expected gradient function to be set", "'NotImplementedType' object is not subscriptable")
+"""How the counter fails in modules that run backwards inside forward (reformer), and in graphs with ordered effects (boft)."""
 
-PREFIX = "breadth: "
-"""Of lines of a process that are meant for the one that started it."""
+VERDICTS = ("ok", "ok, partly planned", "ok, over budget", "refused", "wrong", "uncompiled", "torch.compile fails", "case fails")
 
 Made = tuple[nn.Module, dict[str, Any]]
 
@@ -128,7 +125,7 @@ def train(case: Case, model: nn.Module, call: Callable[..., Any], batch: Mapping
 
 
 def matrix_flops(case: Case, model: nn.Module, call: Callable[..., Any], batch: Mapping[str, Any]) -> int | None:
-    """FLOPs of the products and convolutions of one more step, as torch's own counter sees them; None where it fails."""
+    """FLOPs of the products and convolutions of one more step, as torch's own counter sees them; None where it `CANNOT_COUNT`."""
     from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
     def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -146,7 +143,9 @@ def matrix_flops(case: Case, model: nn.Module, call: Callable[..., Any], batch: 
             seed_everything(1)
             loss_of(call(**batch, **(case.vary(STEPS - 1) if case.vary else {}))).backward()
         return counter.get_total_flops()
-    except Exception:
+    except (AssertionError, TypeError) as error:
+        if not any(text in str(error) for text in CANNOT_COUNT):
+            raise
         return None
 
 
@@ -242,54 +241,53 @@ def measure(case: Case, optimize: Callable[..., Any] | None = None) -> dict[str,
 
     optimize = optimize or graphopt.optimize
     row: dict[str, Any] = {"group": case.group, "budget": case.budget}
-    _tell("case fails")
-    start = time.perf_counter()
-    try:
-        model, batch = made(case)
-        row["parameters"] = sum(p.numel() for p in model.parameters())
-        eager = train(case, model, model, batch)
+
+    def eagerly() -> Row:
+        eager = reference(partial(made, case), partial(train, case), TOLERANCE)
         check_case(eager)
-        wanted = matrix_flops(case, model, model, batch)
-        again, same_batch = made(case)
-        repeated = compare(train(case, again, again, same_batch), eager)
-        if repeated["gradient"] > TOLERANCE:
-            raise ValueError(f"the case does not repeat itself: {repeated}")
-    except Exception as error:
-        return {**row, "verdict": "case fails", "error": described(error)}
-    row["eager_seconds"] = time.perf_counter() - start
-
-    _tell("torch.compile fails")
-    start = time.perf_counter()
-    compiled: dict[str, Any] = {}
-    try:
-        torch.compiler.reset()
         model, batch = made(case)
-        compiled = compare(train(case, model, torch.compile(model, backend="aot_eager"), batch), eager)
-        compiled["ok"] = not (max(compiled["loss"], compiled["gradient"]) > TOLERANCE)
-    except Exception as error:
-        compiled = {"ok": False, "error": described(error)}
-    row["torch_compile"] = {**compiled, "seconds": time.perf_counter() - start}
+        parameters = sum(p.numel() for p in model.parameters())
+        return {"run": eager, "parameters": parameters, "matrix_flops": matrix_flops(case, model, model, batch)}
 
-    _tell("refused")
-    start = time.perf_counter()
-    torch.compiler.reset()
-    ours: dict[str, Any] = {}
-    try:
+    def compiled() -> Row:
+        model, batch = made(case)
+        return compare(train(case, model, torch.compile(model, backend="aot_eager"), batch), eager)
+
+    def ours() -> Row:
         model, batch = made(case)
         row["phase"] = "optimize"
         example = {**batch, **(case.vary(0) if case.vary else {})}
+        start = time.perf_counter()
         opt = optimize(model, example, budget=case.budget, backend="aot_eager")
         row["optimize_seconds"] = time.perf_counter() - start
         row["phase"] = "step"
         trained = train(case, model, opt, batch)
-        ours = judged(opt, trained, eager)
         counted = matrix_flops(case, model, opt, batch)
-        ours["counted_ratio"] = counted / wanted if counted and wanted else None
-    except Exception as error:
-        ours = {"error": described(error), "cause": type(error).__name__}
-    row["graphopt"] = {**ours, "seconds": time.perf_counter() - start}
-    row["verdict"] = verdict(row["torch_compile"], row["graphopt"], case.budget)
+        return {**judged(opt, trained, eager), "counted_ratio": counted / wanted if counted and wanted else None}
+
+    begin({**row, "verdict": "case fails"})
+    first = attempt(eagerly)
+    row["eager_seconds"] = first["seconds"]
+    if "error" in first:
+        return {**row, "verdict": "case fails", "error": first["error"]}
+    row["parameters"], eager, wanted = (first[key] for key in ("parameters", "run", "matrix_flops"))
+    begin({**row, "verdict": "torch.compile fails"})
+    plain = attempt(compiled)
+    plain["ok"] = "error" not in plain and not (max(plain["loss"], plain["gradient"]) > TOLERANCE)
+    row["torch_compile"] = plain
+    begin({**row, "verdict": "refused"})
+    row["graphopt"] = attempt(ours)
+    row["verdict"] = verdict(plain, row["graphopt"], case.budget)
     return row
+
+
+def reference(make: Callable[[], Made], trained: Callable[..., Trained], tolerance: float) -> Trained:
+    """A run in eager mode; raises `ValueError` if another one differs."""
+    first, second = (trained(model, model, batch) for model, batch in (make(), make()))
+    repeated = compare(second, first)
+    if not max(repeated["loss"], repeated["gradient"]) <= tolerance:
+        raise ValueError(f"the case does not repeat itself: {repeated}")
+    return first
 
 
 def check_case(eager: Trained) -> None:
@@ -346,41 +344,3 @@ def verdict(compiled: Mapping[str, Any], ours: Mapping[str, Any], budget: float 
     if not within:
         return "ok, over budget"
     return "ok, partly planned" if ours["unknown_gradients"] else "ok"
-
-
-def described(error: BaseException) -> str:
-    """Type, first line, and where in graphopt it was raised; and the same of its cause."""
-    place = ""
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if "/graphopt/" in name or "/passes/" in name:
-            place = f" [{name.rsplit('/', 2)[-2]}/{name.rsplit('/', 1)[-1]}:{trace.tb_lineno}]"
-        trace = trace.tb_next
-    cause = f"; from {described(error.__cause__)}" if error.__cause__ is not None else ""
-    return f"{type(error).__name__}: {str(error).strip().split(chr(10))[0][:400]}{place}{cause}"
-
-
-def _tell(phase: str) -> None:
-    print(PREFIX + json.dumps(phase), flush=True)
-
-
-def main() -> None:
-    """Measure the case that is named on the command line."""
-    import logging
-    import warnings
-
-    from graphopt.bench.breadth_models import CASES
-
-    warnings.simplefilter("ignore")
-    logging.getLogger("graphopt").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    name = sys.argv[1]
-    start = time.perf_counter()
-    row = {"case": name, "torch": torch.__version__, **measure(CASES[name])}
-    row["seconds"] = time.perf_counter() - start
-    print(PREFIX + json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

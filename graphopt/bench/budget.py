@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import Progress, TaskID
 
-from graphopt.bench.budget_run import BATCH, LENGTH, VARIANTS, Settings, glosses_module, work
-from graphopt.bench.device import this_device
-from graphopt.bench.greentrainer import minilm_folder
+from graphopt.bench.budget_run import BATCH, LENGTH, VARIANTS, Settings, work
+from graphopt.bench.cases import chosen
+from graphopt.bench.glosses import minilm_folder
+from graphopt.bench.tables import table
+from graphopt.bench.timing import this_device
 from graphopt.errors import GraphoptError, InputError
 
 AIM = 0.3
@@ -46,14 +47,14 @@ def run(
         InputError: an unknown variant, other settings than those of the runs before, or no exact run to compare with.
         GraphoptError: a run failed.
     """
-    _require_known([*(variants or ()), *rates])
+    named = chosen("variant", variants, VARIANTS)
+    chosen("variant", rates, VARIANTS)
     minilm_folder()
-    glosses_module()
     file = folder / "results.json"
     device, name = this_device()
     header = {"torch": torch.__version__, "device": name if device == "cuda" else "CPU", "settings": asdict(settings)}
     runs = _finished(file, header)
-    wanted = [v for v in VARIANTS if (v not in runs if variants is None else v in variants)]
+    wanted = [v for v in named if variants is not None or v not in runs]
     if "exact" not in runs and "exact" not in wanted:
         raise InputError(f"{file} has no exact run, which sets the time for all others: run variant exact first.")
     if "exact" in wanted:
@@ -63,19 +64,17 @@ def run(
             limit = None if variant == "exact" else settings.time * runs["exact"]["seconds"]
             task = bar.add_task(variant, total=settings.steps if variant == "exact" else settings.most_steps)
             rate = rates.get(variant, VARIANTS[variant].rate)
-            found = in_process(variant, settings, rate, limit, lambda done, task=task: bar.update(task, completed=done))  # type: ignore[misc]
+
+            def advance(done: int, task: TaskID = task) -> None:
+                bar.update(task, completed=done)
+
+            found = in_process(variant, settings, rate, limit, advance)
             bar.update(task, total=found["steps"])
             runs = {v: found if v == variant else runs[v] for v in VARIANTS if v == variant or v in runs}
             _write(file, {**header, "runs": runs})
     folder.mkdir(parents=True, exist_ok=True)
     plot(runs, folder / "accuracy.png")
     return {**header, "rows": compare(runs), "runs": runs, "plot": str(folder / "accuracy.png")}
-
-
-def _require_known(names: Sequence[str]) -> None:
-    unknown = sorted(set(names) - set(VARIANTS))
-    if unknown:
-        raise InputError(f"unknown variant {', '.join(unknown)}: known are {', '.join(VARIANTS)}.")
 
 
 def parse_rates(text: str) -> dict[str, float]:
@@ -225,34 +224,10 @@ def show(results: dict[str, Any], console: Console) -> None:
         f"{BATCH} x {LENGTH}, seed {settings['seed']}, {settings['backend']}; accuracy on {settings['validation_rows']} rows"
     )
     console.print("peak learning rates: " + ", ".join(f"{row['variant']} {row['rate']:g}" for row in results["rows"]))
-    costs, progress = Table(), Table()
-    for column in ("", "steps", "s/step", "of exact", "s", "compile s", "step MB", "RSS MB"):
-        costs.add_column(column, justify="right" if column else "left", no_wrap=not column)
-    for column in ("", "accuracy", "on all rows", "reached at step", "at s", "of exact", "with compile"):
-        progress.add_column(column, justify="right" if column else "left", no_wrap=not column)
-    for row in results["rows"]:
-        costs.add_row(
-            row["variant"],
-            str(row["steps"]),
-            f"{row['seconds_per_step']:.3f}",
-            f"{row['step_ratio']:.2f}",
-            f"{row['seconds']:.0f}",
-            f"{row['compile_seconds']:.0f}",
-            f"{row['peak_bytes'] / 1e6:.0f}",
-            f"{row['peak_rss_bytes'] / 1e6:.0f}",
-        )
-        never = row["reached_step"] is None
-        progress.add_row(
-            row["variant"],
-            f"{row['last_accuracy']:.1%}",
-            f"{row['accuracy']:.1%}",
-            "never" if never else str(row["reached_step"]),
-            "" if never else f"{row['reached_seconds']:.0f}",
-            "" if never else f"{row['reached_ratio']:.2f}",
-            "" if never else f"{row['reached_ratio_with_compiling']:.2f}",
-        )
-    console.print(costs)
-    console.print(progress)
+    costs = ("", "steps", "s/step", "of exact", "s", "compile s", "step MB", "RSS MB")
+    console.print(table(costs, map(_cost_cells, results["rows"])))
+    progress = ("", "accuracy", "on all rows", "reached at step", "at s", "of exact", "with compile")
+    console.print(table(progress, map(_progress_cells, results["rows"])))
     console.print(
         "reached: when a run was first as accurate as exact training after its last step; of exact: as a part of its whole time; "
         "step MB: tensors in one step; RSS MB: the process, libraries and compiling included"
@@ -261,6 +236,21 @@ def show(results: dict[str, Any], console: Console) -> None:
     if "auto" in rows:
         console.print(verdict(rows["auto"], rows["exact"]))
     console.print(f"accuracy over time: {results['plot']}", soft_wrap=True)
+
+
+def _cost_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        row["variant"], row["steps"], f"{row['seconds_per_step']:.3f}", f"{row['step_ratio']:.2f}", f"{row['seconds']:.0f}",
+        f"{row['compile_seconds']:.0f}", f"{row['peak_bytes'] / 1e6:.0f}", f"{row['peak_rss_bytes'] / 1e6:.0f}",
+    )  # fmt: skip
+
+
+def _progress_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
+    reached: tuple[object, ...] = ("never", None, None, None)
+    if row["reached_step"] is not None:
+        ratios = (f"{row[key]:.2f}" for key in ("reached_ratio", "reached_ratio_with_compiling"))
+        reached = row["reached_step"], f"{row['reached_seconds']:.0f}", *ratios
+    return row["variant"], f"{row['last_accuracy']:.1%}", f"{row['accuracy']:.1%}", *reached
 
 
 def verdict(auto: Mapping[str, Any], exact: Mapping[str, Any]) -> str:

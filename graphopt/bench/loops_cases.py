@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from graphopt.bench import loops_trl
 from graphopt.bench.loops_models import ADAM, Mlp, bert, points, rows
-from graphopt.bench.loops_run import Case, Loop
+from graphopt.bench.loops_run import Case, Loop, cases_of
 from graphopt.bench.loops_trainers import accelerated, lightning, trainer
 
 
@@ -93,28 +92,18 @@ def hooked(loop: Loop, register: int, remove: int = 100) -> None:
         loop.losses.append(float(loss.detach()))
 
 
-def _cases(group: str, needs: Mapping[str, str], **runs: Callable[[Loop], None]) -> Iterator[tuple[str, Case]]:
-    for name, run in runs.items():
-        yield name.replace("_", "-"), Case(run, group, needs)
-
-
-def _all() -> Iterator[tuple[str, Case]]:
-    yield from _cases(
+CASES: dict[str, Case] = {
+    **cases_of("PyTorch", plain_accumulation=accumulating, plain_mixed_precision=mixed_precision),
+    **cases_of(
         "PyTorch",
-        {},
-        plain_accumulation=accumulating,
-        plain_mixed_precision=mixed_precision,
-    )
-    yield from _cases(
-        "PyTorch",
-        {"transformers": "transformers"},
+        "transformers",
         hooks=partial(hooked, register=0),
         hooks_added=partial(hooked, register=2),
         hooks_removed=partial(hooked, register=0, remove=2),
-    )
-    yield from _cases(
+    ),
+    **cases_of(
         "transformers",
-        {"transformers": "transformers", "accelerate": "accelerate"},
+        *("transformers", "accelerate"),
         trainer_callback=trainer,
         trainer_causal=partial(trainer, causal=True, gradient_accumulation_steps=2),
         trainer_bf16=partial(trainer, bf16=True, activation_checkpointing=True),
@@ -122,23 +111,20 @@ def _all() -> Iterator[tuple[str, Case]]:
         trainer_own_loss_bf16=partial(trainer, own_loss=True, bf16=True),
         trainer_model=partial(trainer, optimised=True),
         trainer_model_causal=partial(trainer, optimised=True, causal=True, gradient_accumulation_steps=2),
-    )
-    yield from _cases(
+    ),
+    **cases_of(
         "accelerate",
-        {"transformers": "transformers", "accelerate": "accelerate"},
+        *("transformers", "accelerate"),
         accelerate=accelerated,
         accelerate_bf16=partial(accelerated, precision="bf16"),
-    )
-    yield from _cases(
+    ),
+    **cases_of(
         "Lightning",
-        {"pytorch_lightning": "pytorch-lightning", "transformers": "transformers"},
+        *("pytorch_lightning", "transformers"),
         lightning=lightning,
         lightning_accumulation=partial(lightning, accumulate_grad_batches=2),
         lightning_bf16=partial(lightning, precision="bf16-mixed"),
-    )
-    for group, needs, runs in loops_trl.GROUPS:
-        yield from _cases(group, needs, **runs)
-
-
-CASES = dict(_all())
+    ),
+    **loops_trl.CASES,
+}
 """By name."""

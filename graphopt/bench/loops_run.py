@@ -1,19 +1,12 @@
-"""One case of `graphopt bench loops`: the same training loop run several times, and the first thing that is wrong.
-
-`python -m graphopt.bench.loops_run CASE` runs in a process of its own and ends with a line of JSON. Before each run of the loop
-it writes a line with the run's name, so that of a process that dies it is known how far it came.
-"""
+"""One case of `graphopt bench loops`: the same training loop run several times, and the first thing that is wrong."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import math
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.breadth_run import described, seed_everything
+from graphopt.bench.breadth_run import seed_everything
+from graphopt.bench.cases import NOT_KEPT, begin, described
 
 BUDGET = 0.7
 """FLOPs of a step, as a fraction of full training's."""
@@ -32,10 +26,7 @@ BACKEND = "aot_eager"
 TOLERANCE = 1e-2
 """Difference of weights and losses that counts as none: of weights as a part of the largest change that training made."""
 
-VERDICTS = ("ok", "wrong", "not installed", "loop fails")
-
-PREFIX = "loops: "
-"""Of lines of a process that are meant for the one that started it."""
+VERDICTS = ("ok", "wrong", NOT_KEPT, "loop fails")
 
 
 @dataclass
@@ -93,7 +84,7 @@ class Loop:
         return [] if self.callback is None else [self.callback]
 
     def train(self, trainer: Any, model: nn.Module | None = None) -> None:
-        """Have a Trainer of transformers train, and keep its losses.
+        """Have a Trainer of transformers train, evaluate and save its model in the folder `saved`, and keep its losses.
 
         Args:
             model: whose weights are compared; None: the Trainer's.
@@ -108,6 +99,9 @@ class Loop:
                 self.problems.append(f"{last['graphopt/original_steps']:.0f} steps were computed without graphopt")
             most = max(entry.get("graphopt/flops_ratio", 0.0) for entry in trainer.state.log_history)
             self.check(self.budget is None or most <= self.budget + 1e-6, f"a step took {most:.1%} of the FLOPs")
+        trainer.evaluate()
+        self.losses += [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        trainer.save_model(str(self.folder / "saved"))
 
     def check(self, holds: bool, otherwise: str) -> None:
         """Note a problem."""
@@ -133,17 +127,22 @@ class Case:
     Attributes:
         run: trains; with the same seed it does the same.
         group: a heading of the table.
-        needs: packages that graphopt does not install, as they are imported and as pip knows them.
+        needs: packages that graphopt does not install, as they are imported.
     """
 
     run: Callable[[Loop], None]
     group: str
-    needs: Mapping[str, str] = field(default_factory=dict)
+    needs: Collection[str] = ()
+
+
+def cases_of(group: str, *needs: str, **runs: Callable[[Loop], None]) -> dict[str, Case]:
+    """Cases of one library by name, in which an underscore becomes a hyphen."""
+    return {name.replace("_", "-"): Case(run, group, needs) for name, run in runs.items()}
 
 
 def missing(case: Case) -> list[str]:
     """What pip has to install for a case."""
-    return [package for name, package in case.needs.items() if importlib.util.find_spec(name) is None]
+    return [name.replace("_", "-") for name in case.needs if importlib.util.find_spec(name) is None]
 
 
 @contextmanager
@@ -227,72 +226,42 @@ def over_budget(loop: Loop, ended: Mapping[str, Tensor]) -> str:
 
 def measure(case: Case) -> dict[str, Any]:
     """Run a case in eager mode, exactly, under a budget, and in eager mode with what the budget trains."""
-    row: dict[str, Any] = {"group": case.group, "verdict": "loop fails", "flops_ratio": None}
-    if absent := missing(case):
-        return {**row, "verdict": "not installed", "why": f"not installed: pip install {' '.join(absent)}"}
-    _tell("eager")
-    try:
-        plain = run_loop(case)
-        wrong = next(iter(plain[0].problems), "") or ("" if plain[0].losses else "it has no losses")
-        wrong = wrong or difference(run_loop(case), plain)  # a loop that does not repeat itself cannot be compared
-    except Exception as error:
-        wrong = described(error)
-    if wrong:
-        return {**row, "why": wrong}
-    row["steps"] = len(plain[0].losses)
-    row["verdict"] = "wrong"
-
-    _tell("exact")
-    try:
-        exact = run_loop(case, ours=True)
-        wrong = uncompiled(exact[0]) or next(iter(exact[0].problems), "") or difference(exact, plain)
-    except Exception as error:
-        wrong = described(error)
-    if wrong:
-        return {**row, "why": f"without a budget: {wrong}"}
-
-    _tell("budget")
-    try:
-        cut = run_loop(case, ours=True, budget=BUDGET)
-        wrong = uncompiled(cut[0])
-        row |= _figures(cut)
-        wrong = wrong or next(iter(cut[0].problems), "") or over_budget(*cut)
-        dropped = frozenset(name for name in cut[1] if not cut[0].opt.selects_tensor(name))
-        wrong = wrong or difference(cut, run_loop(case, dropped=dropped))
-    except Exception as error:
-        wrong = described(error)
-    return {**row, "why": f"under a budget: {wrong}"} if wrong else {**row, "verdict": "ok", "why": ""}
-
-
-def _figures(run: tuple[Loop, dict[str, Tensor]]) -> dict[str, Any]:
-    loop, ended = run
-    return {
-        "flops_ratio": loop.opt.report.flops_ratio,
-        "selected": len(loop.opt.selected),
-        "trainable": len(ended),
-        "compilations": loop.opt.counters.compilations,
-    }
-
-
-def _tell(phase: str) -> None:
-    print(PREFIX + json.dumps(phase), flush=True)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Measure the case that is named on the command line."""
-    import warnings
-
-    from graphopt.bench.loops_cases import CASES
     from graphopt.integrations.models import quiet_transformers
 
     quiet_transformers()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    start = time.perf_counter()
-    row = {"case": arguments[0], "torch": torch.__version__, **measure(CASES[arguments[0]])}
-    row["seconds"] = time.perf_counter() - start
-    print(PREFIX + json.dumps(row), flush=True)
+    row: dict[str, Any] = {"group": case.group, "verdict": "loop fails"}
+    if absent := missing(case):
+        return {**row, "verdict": NOT_KEPT, "error": f"pip install {' '.join(absent)}"}
+    plain: tuple[Loop, dict[str, Tensor]]
 
+    def eager() -> str:
+        nonlocal plain
+        plain = run_loop(case)
+        row["steps"] = len(plain[0].losses)
+        wrong = next(iter(plain[0].problems), "") or ("" if plain[0].losses else "it has no losses")
+        return wrong or difference(run_loop(case), plain)  # a loop that does not repeat itself cannot be compared
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    def exact() -> str:
+        found = run_loop(case, ours=True)
+        return uncompiled(found[0]) or next(iter(found[0].problems), "") or difference(found, plain)
+
+    def budget() -> str:
+        cut = loop, ended = run_loop(case, ours=True, budget=BUDGET)
+        if wrong := uncompiled(loop):
+            return wrong
+        row["flops_ratio"] = loop.opt.report.flops_ratio
+        row["selected"], row["trainable"] = len(loop.opt.selected), len(ended)
+        row["compilations"] = loop.opt.counters.compilations
+        dropped = frozenset(name for name in ended if not loop.opt.selects_tensor(name))
+        return next(iter(loop.problems), "") or over_budget(*cut) or difference(cut, run_loop(case, dropped=dropped))
+
+    for name, check in (("", eager), ("without a budget", exact), ("under a budget", budget)):
+        row |= {"verdict": "wrong" if name else "loop fails", "run": name}
+        begin(row)
+        try:
+            wrong = check()
+        except Exception as error:
+            wrong = described(error)
+        if wrong:
+            return {**row, "error": wrong}
+    return {**row, "verdict": "ok"}

@@ -45,10 +45,7 @@ def trainer(loop: Loop, optimised: bool = False, causal: bool = False, own_loss:
         callbacks=[] if optimised else loop.callbacks(),
     )
     loop.train(run, model)
-    loop.losses += [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-    loop.losses.append(run.evaluate()["eval_loss"])
     logits = torch.as_tensor(run.predict(data[:3]).predictions)
-    run.save_model(str(loop.folder / "saved"))
     reloaded(loop, model)
     found = type(model).from_pretrained(loop.folder / "saved").eval()
     with torch.no_grad():

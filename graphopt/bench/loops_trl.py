@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from graphopt.bench import loops_models as tiny
-from graphopt.bench.loops_run import Loop
+from graphopt.bench.loops_run import Case, Loop, cases_of
 
 
 def lora() -> Any:
@@ -20,13 +19,30 @@ def lora() -> Any:
 def supervised(loop: Loop, adapters: bool = False, **options: Any) -> None:
     """Supervised fine-tuning."""
     import trl
+
+    rows = [{"text": tiny.text(i)} for i in range(14)]
+    tuned(loop, trl.SFTTrainer, trl.SFTConfig, tiny.llama(), rows, adapters, max_length=16, **options)
+
+
+def preferred(loop: Loop, adapters: bool = False) -> None:
+    """Direct preference optimisation."""
+    import trl
+
+    columns = {"prompt": 0, "chosen": 100, "rejected": 200}
+    rows = [{name: tiny.text(i + start) for name, start in columns.items()} for i in range(10)]
+    tiny.llama().save_pretrained(loop.folder / "base")  # where the reference comes from
+    model = type(tiny.llama()).from_pretrained(loop.folder / "base")
+    tuned(loop, trl.DPOTrainer, trl.DPOConfig, model, rows, adapters, max_length=24)
+
+
+def tuned(loop: Loop, trainer: Any, config: Any, model: Any, rows: list[Any], adapters: bool, **options: Any) -> None:
+    """Train with one of TRL's trainers, and check that what it saves is loaded again."""
     from datasets import Dataset
 
-    arguments = trl.SFTConfig(output_dir=str(loop.folder), **{**tiny.ARGUMENTS, "bf16": False, "max_length": 16, **options})
-    data = Dataset.from_list([{"text": tiny.text(i)} for i in range(14)])
-    run = trl.SFTTrainer(
-        tiny.llama(),
-        arguments,
+    data = Dataset.from_list(rows)
+    run = trainer(
+        model,
+        args=config(output_dir=str(loop.folder), **{**tiny.ARGUMENTS, "bf16": False, **options}),
         train_dataset=data,
         eval_dataset=data.select(range(5)),
         processing_class=tiny.tokenizer(),
@@ -34,47 +50,14 @@ def supervised(loop: Loop, adapters: bool = False, **options: Any) -> None:
         callbacks=loop.callbacks(),
     )
     loop.train(run)
-    loop.losses.append(run.evaluate()["eval_loss"])
-    saved(loop, run, adapters)
-
-
-def preferred(loop: Loop, adapters: bool = False, **options: Any) -> None:
-    """Direct preference optimisation."""
-    import trl
-    from datasets import Dataset
-
-    arguments = trl.DPOConfig(output_dir=str(loop.folder), **{**tiny.ARGUMENTS, "bf16": False, "max_length": 24, **options})
-    columns = {"prompt": 0, "chosen": 100, "rejected": 200}
-    data = Dataset.from_list([{name: tiny.text(i + start) for name, start in columns.items()} for i in range(10)])
-    tiny.llama().save_pretrained(loop.folder / "base")  # where the reference comes from
-    run = trl.DPOTrainer(
-        type(tiny.llama()).from_pretrained(loop.folder / "base"),
-        None,
-        args=arguments,
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tiny.tokenizer(),
-        peft_config=lora() if adapters else None,
-        callbacks=loop.callbacks(),
-    )
-    loop.train(run)
-    loop.losses.append(run.evaluate()["eval_loss"])
-    saved(loop, run, adapters)
-
-
-def saved(loop: Loop, run: Any, adapters: bool) -> None:
-    """Check that what a Trainer saves is loaded again."""
-    run.save_model(str(loop.folder / "saved"))
-    if adapters:
-        import peft
-
-        found = peft.PeftModel.from_pretrained(tiny.llama(), loop.folder / "saved")
-        trained = {name: value for name, value in run.model.state_dict().items() if "lora_" in name}
-        loop.check(
-            all(found.state_dict()[n].equal(value) for n, value in trained.items()), "the saved adapters have other weights"
-        )
-    else:
+    if not adapters:
         tiny.reloaded(loop, run.model)
+        return
+    import peft
+
+    found = peft.PeftModel.from_pretrained(tiny.llama(), loop.folder / "saved").state_dict()
+    trained = {name: value for name, value in run.model.state_dict().items() if "lora_" in name}
+    loop.check(all(found[n].equal(value) for n, value in trained.items()), "the saved adapters have other weights")
 
 
 def embedding(loop: Loop, loss: str, optimised: bool = False) -> None:
@@ -108,43 +91,34 @@ def embedding(loop: Loop, loss: str, optimised: bool = False) -> None:
         callbacks=[] if optimised else loop.callbacks(),
     )
     loop.train(run, model)
-    loop.losses.append(run.evaluate()["eval_loss"])
     sentences = [pair["anchor"] for pair in pairs]
     before = model.encode(sentences, convert_to_tensor=True)
-    run.save_model(str(loop.folder / "saved"))
     again = sentence_transformers.SentenceTransformer(str(loop.folder / "saved"), device="cpu")
     loop.check(again.encode(sentences, convert_to_tensor=True).allclose(before, atol=1e-5), "the saved model embeds otherwise")
 
 
-TRL = {"trl": "trl", "datasets": "datasets"}
-
-SENTENCES = {"sentence_transformers": "sentence-transformers", "datasets": "datasets"}
-
-GROUPS: list[tuple[str, dict[str, str], dict[str, Callable[[Loop], None]]]] = [
-    (
+CASES: dict[str, Case] = {
+    **cases_of(
         "TRL",
-        TRL,
-        {
-            "sft": supervised,
-            "sft_bf16": partial(supervised, bf16=True),
-            "sft_packing": partial(supervised, packing=True),
-            "sft_dft": partial(supervised, loss_type="dft", gradient_accumulation_steps=2),
-            "dpo": preferred,
-        },
+        *("trl", "datasets"),
+        sft=supervised,
+        sft_bf16=partial(supervised, bf16=True),
+        sft_packing=partial(supervised, packing=True),
+        sft_dft=partial(supervised, loss_type="dft", gradient_accumulation_steps=2),
+        dpo=preferred,
     ),
-    (
+    **cases_of(
         "TRL",
-        {**TRL, "peft": "peft"},
-        {"sft_lora": partial(supervised, adapters=True), "dpo_lora": partial(preferred, adapters=True)},
+        *("trl", "datasets", "peft"),
+        sft_lora=partial(supervised, adapters=True),
+        dpo_lora=partial(preferred, adapters=True),
     ),
-    (
+    **cases_of(
         "sentence-transformers",
-        SENTENCES,
-        {
-            "sentences_ranking": partial(embedding, loss="MultipleNegativesRankingLoss"),
-            "sentences_cosine": partial(embedding, loss="CosineSimilarityLoss"),
-            "sentences_model": partial(embedding, loss="MultipleNegativesRankingLoss", optimised=True),
-        },
+        *("sentence_transformers", "datasets"),
+        sentences_ranking=partial(embedding, loss="MultipleNegativesRankingLoss"),
+        sentences_cosine=partial(embedding, loss="CosineSimilarityLoss"),
+        sentences_model=partial(embedding, loss="MultipleNegativesRankingLoss", optimised=True),
     ),
-]
-"""Heading, packages, and loops by name."""
+}
+"""By name."""

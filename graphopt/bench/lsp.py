@@ -1,14 +1,12 @@
 """`graphopt bench lsp`: compressed gradients against native AdamW, ZeRO-Offload's schedule and GaLore, in one run.
 
-A step is forward, backward and the optimizer's step. All variants of a case are compiled and warmed up first (projectors are
-fitted then) and timed in turn, one step each per round; medians are reported. Without an accelerator the host is the device:
+A step is forward, backward and the optimizer's step. All variants of a case are compiled first, where projectors are fitted, and
+timed in turn; medians are reported. Without an accelerator the host is the device:
 nothing is moved that was not there already, and the host's work is not hidden behind the device's.
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,14 +17,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.bench.device import this_device
+from graphopt.bench.cases import chosen
 from graphopt.bench.galore import GaloreAdamW
-from graphopt.bench.memory import peak_on_cpu, peak_on_cuda
-from graphopt.errors import InputError
+from graphopt.bench.memory import peak_of
+from graphopt.bench.tables import table
+from graphopt.bench.timing import WARMUP, medians, this_device, timed
 from graphopt.passes import Lsp
 from graphopt.passes.lsp.optimizer import SubspaceOptimizer
 from graphopt.passes.lsp.projectors import draw_subspace
@@ -34,7 +32,6 @@ from graphopt.planner.offload_simulator import Layer, simulate
 from graphopt.report.gantt import gantt
 
 NONZEROS = 16
-WARMUP = 2
 VARIANTS: dict[str, Lsp | None] = {
     "native AdamW": None,
     "GaLore, rank 16": None,
@@ -83,16 +80,13 @@ def run(cases: list[str] | None, repeats: int, console: Console, chart: Path | N
     Raises:
         InputError: an unknown case.
     """
-    unknown = sorted(set(cases or ()) - set(CASES))
-    if unknown:
-        raise InputError(f"unknown case {', '.join(unknown)}: known are {', '.join(CASES)}.")
+    wanted = chosen("case", cases, CASES)
     device, name = this_device()
     rows: list[dict[str, Any]] = []
     products: list[dict[str, Any]] = []
-    chosen = cases or list(CASES)
     with Progress(console=console) as bar:
-        task = bar.add_task("", total=len(chosen) * (len(VARIANTS) + WARMUP + repeats + 1))
-        for case in chosen:
+        task = bar.add_task("", total=len(wanted) * (len(VARIANTS) + WARMUP + repeats + 1))
+        for case in wanted:
             bar.update(task, description=case)
             rows += measure(case, repeats, device, lambda: bar.advance(task), chart)
             products += compression_times(case, repeats, device)
@@ -110,24 +104,14 @@ def measure(case: str, repeats: int, device: str, progress: Callable[[], None], 
         torch.compiler.reset()
         torch.manual_seed(1)
         variants[kind] = _prepared(kind, rewrite, Linears(width, depth).to(device), x)
-        for _ in range(WARMUP):
-            variants[kind].run()
+        variants[kind].run()
         progress()
-    seconds: dict[str, list[float]] = {kind: [] for kind in variants}
-    gc.disable()
-    try:
-        for _ in range(repeats):
-            for kind, variant in variants.items():
-                seconds[kind].append(_timed(variant.run, device))
-            progress()
-    finally:
-        gc.enable()
-    native = statistics.median(seconds["native AdamW"])
+    seconds = medians({kind: variant.run for kind, variant in variants.items()}, repeats, device, progress)
+    native = seconds["native AdamW"]
     rows: list[dict[str, Any]] = []
     for kind, variant in variants.items():
-        median = statistics.median(seconds[kind])
-        peak = peak_on_cuda(variant.run) if device == "cuda" else peak_on_cpu(variant.run)
-        row = {"case": case, "variant": kind, "seconds": median, "over_native": median / native, "peak_bytes": peak}
+        row = {"case": case, "variant": kind, "seconds": seconds[kind], "over_native": seconds[kind] / native}
+        row["peak_bytes"] = peak_of(variant.run, device)
         rows.append(row | _bytes(variant, width, depth))
     simulated = _simulated(variants, x, device, chart)
     for row in rows:
@@ -152,16 +136,6 @@ def _prepared(kind: str, rewrite: Lsp | None, model: nn.Module, x: Tensor) -> _V
         model.zero_grad()
 
     return _Variant(run_once, optimizer, model)
-
-
-def _timed(call: Callable[[], Any], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _bytes(variant: _Variant, width: int, depth: int) -> dict[str, int]:
@@ -205,7 +179,7 @@ def _forward_and_backward(model: nn.Module, x: Tensor, device: str) -> tuple[flo
     loss: list[Tensor] = []
     times = []
     for _ in range(3):
-        times.append((_timed(lambda: loss.append(compiled(x)), device), _timed(lambda: loss.pop().backward(), device)))
+        times.append((timed(lambda: loss.append(compiled(x)), device), timed(lambda: loss.pop().backward(), device)))
         model.zero_grad()
     return times[-1]
 
@@ -227,15 +201,9 @@ def compression_times(case: str, repeats: int, device: str) -> list[dict[str, An
             return parts[0] @ parts[1].t()
 
         torch.compiler.reset()
-        calls = torch.compile(lambda a, b: a.t() @ b), torch.compile(compressed)
-        times: list[list[float]] = [[], []]
+        calls = {"formed": torch.compile(lambda a, b: a.t() @ b), "compressed": torch.compile(compressed)}
         with torch.no_grad():
-            for i in range(WARMUP + repeats):
-                for call, found in zip(calls, times, strict=True):
-                    elapsed = _timed(partial(call, x, dy), device)
-                    if i >= WARMUP:
-                        found.append(elapsed)
-        formed, ours = (statistics.median(found) for found in times)
+            formed, ours = medians({k: partial(call, x, dy) for k, call in calls.items()}, repeats, device).values()
         rows.append({"case": case, "s": size, "formed_seconds": formed, "seconds": ours, "faster": formed / ours})
     return rows
 
@@ -243,22 +211,19 @@ def compression_times(case: str, repeats: int, device: str) -> list[dict[str, An
 def show(results: dict[str, Any], console: Console) -> None:
     """Print both tables."""
     console.print(f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps, d = {NONZEROS}")
-    table = Table()
     columns = ("case", "variant", "s/step", "over native", "moved MB", "states MB", "gradients MB", "peak MB", "simulated s")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("case", "variant") else "right")
-    for row in results["rows"]:
-        simulated = row["simulated_seconds"]
-        table.add_row(
+    rows = (
+        (
             row["case"], row["variant"], f"{row['seconds']:.3f}", f"{row['over_native']:.2f}",
             *(f"{row[k] / 1e6:.1f}" for k in ("moved_bytes", "state_bytes", "gradient_bytes", "peak_bytes")),
-            "" if simulated is None else f"{simulated:.3f}",
-        )  # fmt: skip
-    console.print(table)
-    table = Table(title="P'GQ as (P'X')(dY Q) against forming X'dY")
-    for column in ("case", "s", "form, ms", "compress, ms", "times faster"):
-        table.add_column(column, justify="right")
-    for row in results["compression"]:
-        milliseconds = [f"{1e3 * row[k]:.1f}" for k in ("formed_seconds", "seconds")]
-        table.add_row(row["case"], str(row["s"]), *milliseconds, f"{row['faster']:.2f}")
-    console.print(table)
+            row["simulated_seconds"] and f"{row['simulated_seconds']:.3f}",
+        )
+        for row in results["rows"]
+    )  # fmt: skip
+    console.print(table(columns, rows, words=2))
+    parts = (
+        (row["case"], row["s"], *(f"{1e3 * row[k]:.1f}" for k in ("formed_seconds", "seconds")), f"{row['faster']:.2f}")
+        for row in results["compression"]
+    )
+    title = "P'GQ as (P'X')(dY Q) against forming X'dY"
+    console.print(table(("case", "s", "form, ms", "compress, ms", "times faster"), parts, title=title))

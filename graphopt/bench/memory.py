@@ -15,13 +15,14 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import graphopt
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import named_optimizer
+from graphopt.bench.cases import chosen
 from graphopt.bench.memory_models import MODELS
-from graphopt.errors import InputError
+from graphopt.bench.tables import table
+from graphopt.integrations.models import quiet_transformers
 
 WARMUP = 2
 
@@ -65,16 +66,14 @@ def run(models: list[str] | None, console: Console) -> dict[str, Any]:
     Raises:
         InputError: an unknown model.
     """
-    known = list(dict.fromkeys(case.model for case in CASES))
-    unknown = sorted(set(models or ()) - set(known))
-    if unknown:
-        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(known)}.")
+    quiet_transformers()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = [case for case in CASES if models is None or case.model in models]
+    named = chosen("model", models, MODELS)
+    cases = [case for case in CASES if case.model in named]
     rows = []
     with Progress(console=console) as bar:
-        task = bar.add_task("measuring", total=len(chosen))
-        for case in chosen:
+        task = bar.add_task("measuring", total=len(cases))
+        for case in cases:
             bar.update(task, description=f"{case.model}, {case.backend}")
             rows.append(measure(case, device))
             bar.advance(task)
@@ -147,12 +146,21 @@ def _peak(
         train()
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     held = held_bytes([*model.parameters(), *model.buffers(), *inputs.values(), *states])
-    return held, peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
+    return held, peak_of(train, device, held)
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors that exist before and after a step, each storage once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def peak_of(train: Callable[[], None], device: str, held: int = 0) -> int:
+    """The most bytes that exist at once during a step.
+
+    Args:
+        held: bytes that exist for the whole step, which are measured on CUDA alone.
+    """
+    return peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
 
 
 def peak_on_cpu(train: Callable[[], None]) -> int:
@@ -182,36 +190,22 @@ def peak_on_cuda(train: Callable[[], None]) -> int:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
-    table = Table(title=f"peak memory of one training step, torch {results['torch']}, {results['device']}")
-    for column in (
-        "model",
-        "run by",
-        "optimizer",
-        "batch",
-        "foretold MB",
-        "measured MB",
-        "error",
-        "without static",
-        "peak in",
+    title = f"peak memory of one training step, torch {results['torch']}, {results['device']}"
+    columns = (
+        "model", "run by", "optimizer", "peak in", "batch", "foretold MB", "measured MB", "error", "without static",
         "torch.compile",
-    ):
-        justify = "left" if column in ("model", "run by", "optimizer", "peak in") else "right"
-        table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in results["rows"]:
-        table.add_row(
-            row["model"],
-            row["backend"] + (", checkpointing" if row["checkpointing"] else ""),
-            row["optimizer"],
-            str(row["batch"]),
-            f"{row['foretold'] / 1e6:.3f}",
-            f"{row['measured'] / 1e6:.3f}",
-            f"{row['error']:+.2%}",
-            f"{row['error_without_static']:+.2%}",
-            row["phase"],
-            "" if row["beside_torch_compile"] is None else f"{row['beside_torch_compile']:+.2%}",
-        )
-    console.print(table)
+    )  # fmt: skip
+    console.print(table(columns, map(_cells, results["rows"]), words=4, title=title))
     count = len(results["rows"])
     console.print(f"largest error {results['largest_error']:.2%}, mean {results['mean_error']:.2%}, over {count} cases")
     if results["most_beside_torch_compile"] is not None:
         console.print(f"measured, at most {results['most_beside_torch_compile']:+.2%} of torch.compile's")
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    beside = row["beside_torch_compile"]
+    return (
+        row["model"], row["backend"] + (", checkpointing" if row["checkpointing"] else ""), row["optimizer"], row["phase"],
+        row["batch"], f"{row['foretold'] / 1e6:.3f}", f"{row['measured'] / 1e6:.3f}", f"{row['error']:+.2%}",
+        f"{row['error_without_static']:+.2%}", None if beside is None else f"{beside:+.2%}",
+    )  # fmt: skip

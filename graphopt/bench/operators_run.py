@@ -1,14 +1,7 @@
-"""Cases of `graphopt bench operators`: one operator or module, trained three times on the same inputs, and what differs.
-
-`python -m graphopt.bench.operators_run CASE...` runs cases one after another and writes a line of JSON for each. Before each
-phase it writes a line with the verdict that a death of the process would mean.
-"""
+"""Cases of `graphopt bench operators`: one operator or module, trained three times on the same inputs, and what differs."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.breadth_run import Case, Trained, compare, described, judged, seed_everything, train
+from graphopt.bench.breadth_run import Case, Trained, compare, judged, reference, seed_everything, train
+from graphopt.bench.cases import attempt, begin
 from graphopt.compat import pytree
 from graphopt.compat.testing_databases import (
     Call,
@@ -28,7 +22,6 @@ from graphopt.compat.testing_databases import (
     operator_names,
     operator_samples,
 )
-from graphopt.errors import GraphoptError
 
 BUDGET = 0.7
 """FLOPs of a step, as a fraction of full training's."""
@@ -42,9 +35,6 @@ torch.compile itself fails; eager autograd fails or does not repeat itself, whic
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Relative differences of losses and gradients that count as none."""
-
-PREFIX = "operators: "
-"""Of lines of a process that are meant for the one that started it."""
 
 LEFT_OUT: Mapping[str, str] = {
     "operator/view_as_real": "complex numbers alone",
@@ -164,22 +154,16 @@ def measure(case: Case, tolerance: float, optimize: Callable[..., Any] | None = 
     import graphopt
 
     optimize = optimize or graphopt.optimize
-    _tell("eager's")
-    try:
-        model, batch = made(case)
-        eager = dense(case, model, model, batch)
-        again, same_batch = made(case)
-        repeated = compare(dense(case, again, again, same_batch), eager)
-        if not max(repeated["loss"], repeated["gradient"]) <= tolerance:
-            raise ValueError(f"the case does not repeat itself: {repeated}")
-    except Exception as error:
-        return {"verdict": "eager's", "error": described(error)}
-
-    _tell("torch's")
+    begin({"verdict": "eager's"})
+    first = attempt(lambda: {"run": reference(partial(made, case), partial(dense, case), tolerance)})
+    if "error" in first:
+        return {"verdict": "eager's", "error": first["error"]}
+    eager = first["run"]
+    begin({"verdict": "torch's"})
     plain = attempt(partial(_plainly_trained, case, eager))
     row: dict[str, Any] = {"torch_compile": plain}
     for step, options in STEPS.items():
-        _tell("error")
+        begin({**row, "verdict": "error"})
         row[step] = attempt(partial(_trained_by, optimize, case, eager, options))
         row[step]["verdict"] = verdict(plain, row[step], tolerance)
     found = [row[step]["verdict"] for step in STEPS]
@@ -187,15 +171,10 @@ def measure(case: Case, tolerance: float, optimize: Callable[..., Any] | None = 
     return row
 
 
-def attempt(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What work gives, or how it fails, and in what time; nothing that was compiled before is left."""
-    torch.compiler.reset()
-    start = time.perf_counter()
-    try:
-        found = work()
-    except Exception as error:
-        found = {"error": described(error), "refused": isinstance(error, GraphoptError)}
-    return {**found, "seconds": time.perf_counter() - start}
+def measure_named(name: str) -> dict[str, Any]:
+    """`measure` of a case of `case_names`."""
+    case, dtype = case_of(name)
+    return measure(case, TOLERANCES[dtype])
 
 
 def _plainly_trained(case: Case, eager: Trained) -> dict[str, Any]:
@@ -224,30 +203,3 @@ def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float)
 def differs(found: Mapping[str, Any], tolerance: float) -> bool:
     """Whether a run gives other losses, gradients or buffers than eager autograd."""
     return not max(found["loss"], found["gradient"]) <= tolerance or bool(found["effects"])
-
-
-def _tell(phase: str) -> None:
-    print(PREFIX + json.dumps(phase), flush=True)
-
-
-def main() -> None:
-    """Measure the cases that are named on the command line."""
-    import logging
-
-    warnings.simplefilter("ignore")
-    logging.getLogger("graphopt").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    for name in sys.argv[1:]:
-        start = time.perf_counter()
-        _tell("eager's")
-        try:
-            case, dtype = case_of(name)
-            row = measure(case, TOLERANCES[dtype])
-        except Exception as error:
-            row = {"verdict": "eager's", "error": described(error)}
-        row = {"case": name, "torch": torch.__version__, **row, "seconds": time.perf_counter() - start}
-        print(PREFIX + json.dumps(row), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,13 +11,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from graphopt.errors import GraphoptError, InputError
+from graphopt.bench.cases import chosen
+from graphopt.bench.tables import table
+from graphopt.errors import GraphoptError
 
 MODELS = ("mlp", "llama")
 
@@ -35,14 +37,11 @@ def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, A
         InputError: an unknown model.
         GraphoptError: a process failed; says how.
     """
-    unknown = sorted(set(models or ()) - set(MODELS))
-    if unknown:
-        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
-    chosen = models or list(MODELS)
+    wanted = chosen("model", models, MODELS)
     rows = []
     with Progress(console=console) as bar:
-        task = bar.add_task("measuring", total=len(chosen) * (2 * repeats + 2))
-        for model in chosen:
+        task = bar.add_task("measuring", total=len(wanted) * (2 * repeats + 2))
+        for model in wanted:
             bar.update(task, description=f"{model}: start")
             starts: dict[str, list[tuple[float, float]]] = {"torch": [], "graphopt": []}
             for _ in range(repeats):
@@ -98,22 +97,28 @@ def _child(kind: str, model: str, way: str = "", cache: str = "") -> dict[str, A
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
-    limits = results["limits"]
-    table = Table(title="graphopt beside torch.compile (both Inductor, one thread)")
-    for column in ("", "model", "torch.compile", "graphopt", "ratio or count", "aimed at"):
-        table.add_column(column)
-    for row in results["rows"]:
-        step, cold, warm = row["step_seconds"], row["start_seconds"], row["again_seconds"]
-        model = row["model"]
-        times = [f"{1e6 * step[way]:.0f} us" for way in ("torch", "graphopt")]
-        table.add_row("steady step", model, *times, f"{row['steady']:.2f}", f"{limits['steady']:.2f}")
-        times = [f"{cold[way]:.1f} s" for way in ("torch", "graphopt")]
-        table.add_row("setup and first step", model, *times, f"{row['start']:.2f}", f"{limits['start']:.2f}")
-        times = [f"{warm[way]:.1f} s" for way in ("torch", "graphopt")]
-        table.add_row("the same in a second process", model, *times, f"{row['again']:.2f} of the first", f"{limits['again']:.2f}")
-        counts = [" ".join(map(str, row["batches"][way])) for way in ("torch", "graphopt")]
-        table.add_row("compiled per batch size", model, *counts, "from the third on", str(limits["batches"]))
-        if row["lengths"]["graphopt"] is not None:
-            counts = [str(row["lengths"][way]) for way in ("torch", "graphopt")]
-            table.add_row("compiled for 12 lengths, twice", model, *counts, counts[1], str(limits["lengths"]))
-    console.print(table)
+    lines = [line for row in results["rows"] for line in _lines(row, results["limits"])]
+    columns = ("", "model", "torch.compile", "graphopt", "ratio or count", "aimed at")
+    console.print(table(columns, lines, words=6, title="graphopt beside torch.compile (both Inductor, one thread)"))
+
+
+def _lines(row: dict[str, Any], limits: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    def line(what: str, key: str, cells: Callable[[Any], str], found: str, aim: str) -> tuple[object, ...]:
+        return what, row["model"], *(cells(row[key][way]) for way in ("torch", "graphopt")), found, aim
+
+    def seconds(value: float) -> str:
+        return f"{value:.1f} s"
+
+    steady, start, again = (f"{limits[key]:.2f}" for key in ("steady", "start", "again"))
+    yield line("steady step", "step_seconds", lambda s: f"{1e6 * s:.0f} us", f"{row['steady']:.2f}", steady)
+    yield line("setup and first step", "start_seconds", seconds, f"{row['start']:.2f}", start)
+    yield line("the same in a second process", "again_seconds", seconds, f"{row['again']:.2f} of the first", again)
+    yield line(
+        "compiled per batch size",
+        "batches",
+        lambda counts: " ".join(map(str, counts)),
+        "from the third on",
+        str(limits["batches"]),
+    )
+    if (lengths := row["lengths"]["graphopt"]) is not None:
+        yield line("compiled for 12 lengths, twice", "lengths", str, str(lengths), str(limits["lengths"]))

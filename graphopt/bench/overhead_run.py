@@ -5,7 +5,6 @@ Prints one line of JSON.
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
@@ -17,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.bench.timing import in_turn, timed
 from graphopt.compat.dynamo import graphs_compiled
 
-BLOCKS, WARMUP = 31, 30
-"""Blocks of steps whose times are compared, and steps before them."""
+BLOCKS = 31
+"""Blocks of steps whose times are compared."""
 
 STEPS = {"mlp": 200, "llama": 10}
 """Steps in a block."""
@@ -76,23 +76,19 @@ def start(name: str, way: str) -> dict[str, Any]:
 
 
 def steady(name: str) -> dict[str, Any]:
-    """Seconds of a step by either way, and the median of their ratios; blocks alternate."""
-    ways = {}
-    for way in ("torch", "graphopt"):
+    """Seconds of a step by either way, and the median of their ratios; blocks take turns."""
+
+    def block(way: str) -> Callable[[], float]:
         model, inputs = made(name)
         call = compiled(way, model, inputs)
-        for _ in range(WARMUP):
-            _step(call, model, inputs)
-        ways[way] = (call, model, inputs)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    gc.collect()
-    gc.disable()
-    for block in range(BLOCKS):
-        for way in sorted(ways, reverse=block % 2 == 0):
-            begun = time.perf_counter()
+
+        def steps() -> None:
             for _ in range(STEPS[name]):
-                _step(*ways[way])
-            seconds[way].append((time.perf_counter() - begun) / STEPS[name])
+                _step(call, model, inputs)
+
+        return lambda: timed(steps, "cpu") / STEPS[name]
+
+    seconds = in_turn({way: block(way) for way in ("torch", "graphopt")}, BLOCKS)
     ratios = [ours / theirs for ours, theirs in zip(seconds["graphopt"], seconds["torch"], strict=True)]
     return {**{way: statistics.median(s) for way, s in seconds.items()}, "ratio": statistics.median(ratios)}
 

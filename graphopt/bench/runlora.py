@@ -1,15 +1,11 @@
 """`graphopt bench runlora`: LoRA training steps, PEFT eager and compiled, against reordered ones.
 
-Every variant of a model runs forward and backward in one process, taking turns, so that ratios are not disturbed by what else
-the machine does. Models have random weights of the shapes of published ones, cut to a few layers and with a classification
-head: the layers with adapters are what is compared.
+Every variant of a model runs forward and backward in one process, in turn. Models have random weights of the shapes of published
+ones, cut to a few layers and with a classification head: the layers with adapters are what is compared.
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,16 +13,18 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 
 import graphopt
-from graphopt.bench.device import this_device
-from graphopt.bench.memory import peak_on_cpu, peak_on_cuda
+from graphopt.bench.cases import chosen
+from graphopt.bench.greentrainer import trained_once
+from graphopt.bench.memory import peak_of
+from graphopt.bench.tables import table
+from graphopt.bench.timing import WARMUP, medians, this_device
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 
-WARMUP = 2
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -59,33 +57,32 @@ CASES = (
 )
 
 
-def run(names: list[str] | None, repeats: int, dtype: torch.dtype, console: Console) -> dict[str, Any]:
+def run(names: list[str] | None, repeats: int, dtype: str, console: Console) -> dict[str, Any]:
     """Time all cases, or those of some names.
 
+    Args:
+        dtype: of `DTYPES`.
     Raises:
-        InputError: an unknown case.
+        InputError: an unknown case or type.
     """
-    known = [case.name for case in CASES]
-    unknown = sorted(set(names or ()) - set(known))
-    if unknown:
-        raise InputError(f"unknown case {', '.join(unknown)}: known are {', '.join(known)}.")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r}: use {' or '.join(DTYPES)}.")
+    wanted = chosen("case", names, (case.name for case in CASES))
     device, name = this_device()
     quiet_transformers()
     rows = []
-    chosen = [case for case in CASES if names is None or case.name in names]
     with Progress(console=console) as bar:
-        task = bar.add_task("", total=len(chosen) * (3 + WARMUP + repeats))
-        for case in chosen:
+        task = bar.add_task("", total=len(wanted) * (3 + WARMUP + repeats))
+        for case in (case for case in CASES if case.name in wanted):
             bar.update(task, description=case.name)
-            rows.append(measure(case, repeats, dtype, device, lambda: bar.advance(task)))
-    return {"torch": torch.__version__, "device": name, "dtype": str(dtype), "repeats": repeats, "rows": rows}
+            rows.append(measure(case, repeats, DTYPES[dtype], device, lambda: bar.advance(task)))
+    return {"torch": torch.__version__, "device": name, "dtype": str(DTYPES[dtype]), "repeats": repeats, "rows": rows}
 
 
 def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress: Callable[[], None]) -> dict[str, Any]:
     """Seconds, FLOPs and peak bytes of forward and backward of one case, for every variant."""
     steps: dict[str, Callable[[], None]] = {}
     model, inputs = _make(case, dtype, device)
-    orders: list[str] = []
     for kind in ("eager", "torch.compile", "graphopt"):
         torch.compiler.reset()
         step: Callable[..., Any] = model
@@ -93,34 +90,23 @@ def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress:
             step = torch.compile(model)
         elif kind == "graphopt":
             step = optimized = graphopt.optimize(model, inputs)
-        steps[kind] = _step(step, inputs, model)
+        steps[kind] = trained_once(step, inputs, model)
         steps[kind]()
         progress()
     orders = [f"{a['layer']}: {a['order']}" for a in optimized.report.adapters]
     predicted = [sum(a[key] or 0.0 for a in optimized.report.adapters) for key in ("seconds_before", "seconds_after")]
     flops_before, flops_after = optimized.report.full_step_flops, optimized.report.step_flops
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    gc.disable()
-    try:
-        for round_number in range(WARMUP + repeats):
-            for kind, call in steps.items():
-                elapsed = _timed(call, device)
-                if round_number >= WARMUP:
-                    seconds[kind].append(elapsed)
-            progress()
-    finally:
-        gc.enable()
-    peaks = {kind: (peak_on_cuda if device == "cuda" else peak_on_cpu)(call) for kind, call in steps.items()}
-    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
-    saved_time = 1 - medians["graphopt"] / medians["torch.compile"]
+    seconds = medians(steps, repeats, device, progress)
+    peaks = {kind: peak_of(call, device) for kind, call in steps.items()}
+    saved_time = 1 - seconds["graphopt"] / seconds["torch.compile"]
     saved_flops = 1 - flops_after / flops_before
     return {
         "case": case.name,
         "tokens": case.batch * case.length,
-        "seconds": medians,
+        "seconds": seconds,
         "peak_bytes": peaks,
-        "over_compiled": medians["torch.compile"] / medians["graphopt"],
-        "over_eager": medians["eager"] / medians["graphopt"],
+        "over_compiled": seconds["torch.compile"] / seconds["graphopt"],
+        "over_eager": seconds["eager"] / seconds["graphopt"],
         "flops_before": flops_before,
         "flops_after": flops_after,
         "flops_saved": saved_flops,
@@ -128,22 +114,6 @@ def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress:
         "products_seconds": predicted,
         "orders": orders,
     }
-
-
-def _step(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module) -> Callable[[], None]:
-    def call() -> None:
-        step(**inputs).loss.backward()
-        model.zero_grad()
-
-    return call
-
-
-def _timed(call: Callable[[], None], device: str) -> float:
-    start = time.perf_counter()
-    call()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _make(case: Case, dtype: torch.dtype, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -206,23 +176,18 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(
         f"torch {results['torch']}, {results['device']}, {results['dtype']}; forward and backward, median of {results['repeats']}"
     )
-    table = Table()
     columns = (
         "", "tokens", "eager s", "compiled s", "ours s", "over compiled", "over eager", "FLOPs saved", "time / FLOPs saved",
         "peak MB: eager, compiled, ours",
     )  # fmt: skip
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left", overflow="fold")
-    for row in results["rows"]:
-        saved = row["flops_saved"]
-        table.add_row(
-            row["case"],
-            str(row["tokens"]),
-            *(f"{row['seconds'][kind]:.3f}" for kind in ("eager", "torch.compile", "graphopt")),
-            f"{row['over_compiled']:.3f}x",
-            f"{row['over_eager']:.3f}x",
-            f"{saved:.1%}",
-            f"{row['time_saved'] / saved:.2f}" if saved > 0 else "",
-            ", ".join(f"{row['peak_bytes'][kind] / 1e6:.0f}" for kind in ("eager", "torch.compile", "graphopt")),
-        )
-    console.print(table)
+    console.print(table(columns, map(_cells, results["rows"])))
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    saved = row["flops_saved"]
+    return (
+        row["case"], row["tokens"], *(f"{seconds:.3f}" for seconds in row["seconds"].values()),
+        f"{row['over_compiled']:.3f}x", f"{row['over_eager']:.3f}x", f"{saved:.1%}",
+        f"{row['time_saved'] / saved:.2f}" if saved > 0 else None,
+        ", ".join(f"{peak / 1e6:.0f}" for peak in row["peak_bytes"].values()),
+    )  # fmt: skip

@@ -7,7 +7,6 @@ by line, so that a comparison can be made in many sittings.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
 from collections import defaultdict
@@ -20,11 +19,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from graphopt.bench.device import this_device
+from graphopt.bench.cases import append_row, chosen
 from graphopt.bench.selection_run import RESULTS, RULES, Run, finished, train
 from graphopt.bench.selection_tasks import TASKS, load
+from graphopt.bench.tables import table
+from graphopt.bench.timing import this_device
 from graphopt.errors import InputError
 
 DRAWS = 5
@@ -54,9 +54,7 @@ class Settings:
     def check(self) -> None:
         """See that everything named exists; raises `InputError`."""
         for kind, names, known in (("task", self.tasks, TASKS), ("rule", self.rules, {**RULES, "full": None})):
-            unknown = sorted(set(names) - set(known))
-            if unknown:
-                raise InputError(f"unknown {kind} {', '.join(unknown)}: known are {', '.join(known)}.")
+            chosen(kind, names, known)
             if len(set(names)) < len(names):
                 raise InputError(f"a {kind} is named twice: {', '.join(names)}.")
 
@@ -74,7 +72,6 @@ def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[s
     rates = {task: found.rate for task, found in starts.items()}
     steps = {task: settings.steps or found.steps for task, found in starts.items()}
     file = folder / RESULTS
-    _drop_unfinished(file)
     results = finished(file)
     context = multiprocessing.get_context("spawn")
     with Progress(console=console) as bar, ProcessPoolExecutor(jobs, mp_context=context) as pool:
@@ -93,7 +90,7 @@ def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[s
             done = next(as_completed(pending))
             del pending[done]
             results.append(done.result())
-            _append(file, results[-1])
+            append_row(file, results[-1])
             bar.update(task, completed=len(results), total=len(results) + len(known))
     device, name = this_device()
     header = {"torch": torch.__version__, "device": name if device == "cuda" else "CPU"}
@@ -194,39 +191,22 @@ def compare(
     return rows
 
 
-def _drop_unfinished(file: Path) -> None:
-    """Cut off a last line that a process that was killed did not finish."""
-    text = file.read_text() if file.exists() else ""
-    if text and not text.endswith("\n"):
-        file.write_text(text[: text.rfind("\n") + 1])
-
-
-def _append(file: Path, result: Result) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a") as out:
-        out.write(json.dumps(result) + "\n")
-
-
 def show(results: dict[str, Any], console: Console) -> None:
     """Print a table per task and fraction of FLOPs, the best rule first."""
     by_table: dict[tuple[str, float], list[dict[str, Any]]] = defaultdict(list)
     for row in results["rows"]:
         by_table[row["task"], row["flops"]].append(row)
     for (task, flops), rows in by_table.items():
-        table = Table(title=f"{task}, {flops} of the FLOPs", padding=0)  # else numbers are cut at 80 columns
-        for column in ("rule", "accuracy", "held out", "loss", "seeds", "rate", "tensors"):
-            table.add_column(column, justify="left" if column == "rule" else "right", no_wrap=True)
-        for row in sorted(rows, key=lambda r: -r["accuracy"]):
-            table.add_row(
-                row["rule"],
-                f"{row['accuracy']:.1%}",
-                f"{row['held_out']:.1%}",
-                f"{row['loss']:.3f}",
-                str(row["seeds"]) + ("" if row["complete"] else " *"),
-                f"{row['rate']:.2g}",
-                str(row["trained"]),
-            )
-        console.print(table)
+        columns = ("rule", "accuracy", "held out", "loss", "seeds", "rate", "tensors")
+        cells = map(_cells, sorted(rows, key=lambda r: -r["accuracy"]))
+        console.print(table(columns, cells, title=f"{task}, {flops} of the FLOPs", padding=0))  # else it is cut at 80 columns
     console.print(
         f"torch {results['torch']}, {results['device']}; runs: {results['runs']}; *: its learning rate is not yet tuned"
     )
+
+
+def _cells(row: Result) -> tuple[object, ...]:
+    return (
+        row["rule"], f"{row['accuracy']:.1%}", f"{row['held_out']:.1%}", f"{row['loss']:.3f}",
+        str(row["seeds"]) + ("" if row["complete"] else " *"), f"{row['rate']:.2g}", row["trained"],
+    )  # fmt: skip

@@ -7,7 +7,6 @@ FLOPs are counted on the graph; seconds are not compared here.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -19,9 +18,9 @@ from torch import nn
 
 import graphopt
 from graphopt.analysis.flops import FlopProfile
-from graphopt.bench.budget_run import rate_factor
+from graphopt.bench.cases import Row, read_rows
+from graphopt.bench.glosses import rate_factor
 from graphopt.bench.selection_tasks import Task, batches, evaluate, load
-from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.simple_rules import Shapes, in_order, is_vector, shuffled, small_first, topmost
@@ -185,17 +184,13 @@ def finished(file: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: it holds something else.
     """
-    if not file.exists():
-        return []
-    try:
-        found = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        for result in found:
-            Run(**{field.name: result[field.name] for field in fields(Run)})
-            float(result["accuracy"])
-            list(result["trained"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file} holds no results of this benchmark: name another folder with --out.") from error
-    return found
+
+    def check(row: Row) -> None:
+        Run(**{field.name: row[field.name] for field in fields(Run)})
+        float(row["accuracy"])
+        list(row["trained"])
+
+    return read_rows(file, check)
 
 
 def _trains_alike(earlier: dict[str, Any], run: Run) -> bool:

@@ -10,6 +10,7 @@ import gzip
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.budget_run import glosses_module
-from graphopt.bench.greentrainer import minilm_folder
+from graphopt.bench.glosses import Batch, minilm_folder, pretrained_minilm, read
 from graphopt.errors import InputError
-
-Batch = dict[str, Tensor]
 
 BATCH = 32
 """Samples in a batch."""
@@ -133,9 +131,9 @@ def _glosses(parts_of_speech: bool) -> Callable[[Path], Task]:
     """MiniLM-L6 with its weights; the class of a WordNet definition, one of 45 or one of 4."""
 
     def make(folder: Path) -> Task:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        read, tokenizer = glosses_module().read, AutoTokenizer.from_pretrained(minilm_folder())
+        tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
 
         def named(label: str) -> str:
             return label.partition(".")[0] if parts_of_speech else label
@@ -148,16 +146,9 @@ def _glosses(parts_of_speech: bool) -> Callable[[Path], Task]:
             found = {name: encoded[name] for name in ("input_ids", "attention_mask")}
             parts.append({**found, "labels": torch.tensor([classes.index(named(label)) for label in labels])})
 
-        def make_model(seed: int) -> nn.Module:
-            torch.manual_seed(seed)
-            model: nn.Module = AutoModelForSequenceClassification.from_pretrained(
-                minilm_folder(), num_labels=len(classes), local_files_only=True
-            )
-            return model.train()
-
         tuning, held_out = _halves(parts[1], TUNING_ROWS)
         steps = 200 if parts_of_speech else 600
-        return Task(make_model, parts[0], tuning, held_out, 1e-3, steps, "medium")
+        return Task(partial(pretrained_minilm, len(classes)), parts[0], tuning, held_out, 1e-3, steps, "medium")
 
     return make
 
@@ -194,7 +185,6 @@ def _definitions(folder: Path) -> Task:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    read = glosses_module().read
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<pad>", "<unk>", "<s>", "</s>"], show_progress=False)

@@ -1,14 +1,12 @@
 """`graphopt bench vcas`: sampled backwards at fixed ratios against exact training with `torch.compile`, in one run.
 
-A step is forward and backward. All variants of a model are compiled and warmed up first and then timed in turn, one step each per
-round, so that a drift of the machine's speed hits them alike; medians are reported. The ratios are those that save about the
-stated part of the step's FLOPs: by keeping rows at the boundaries, or as many rows there as terms in every weight's gradient.
+A step is forward and backward. All variants of a model are compiled first and then timed in turn; medians are reported. The
+ratios are those that save about the stated part of the step's FLOPs: by keeping rows at the boundaries, or as many rows there as
+terms in every weight's gradient.
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +14,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import nn
 
 import graphopt
-from graphopt.bench.device import this_device
-from graphopt.bench.greentrainer import pretrained_minilm
+from graphopt.bench.cases import chosen
+from graphopt.bench.glosses import pretrained_minilm
+from graphopt.bench.greentrainer import trained_once
+from graphopt.bench.tables import table
+from graphopt.bench.timing import WARMUP, medians, this_device
 from graphopt.calls import as_call
 from graphopt.capture import capture_to_run
 from graphopt.compat.inductor import fresh_compiler_cache
-from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.integrations.models import quiet_transformers
 from graphopt.passes import run_pass
@@ -39,26 +38,23 @@ VARIANTS = {
 }
 """Part of the step's FLOPs to save, and whether weights' gradients are sampled, too."""
 
-WARMUP = 2
 BATCH = 32
 
 
-def run(models: list[str], repeats: int, console: Console) -> dict[str, Any]:
+def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
     """Time every variant of every model.
 
     Args:
-        models: of `MODELS`.
+        models: of `MODELS`; all by default.
         repeats: timed rounds.
     Raises:
         InputError: an unknown model.
     """
-    unknown = sorted(set(models) - set(MODELS))
-    if unknown:
-        raise InputError(f"unknown model {', '.join(unknown)}: known are {', '.join(MODELS)}.")
     device, name = this_device()
     quiet_transformers()
     rows: list[dict[str, Any]] = []
     with Progress(console=console) as bar:
+        models = chosen("model", models, MODELS)
         task = bar.add_task("", total=len(models) * (1 + len(VARIANTS) + WARMUP + repeats))
         for model in models:
             bar.update(task, description=model)
@@ -87,27 +83,17 @@ def measure(name: str, repeats: int, device: str, progress: Callable[[], None]) 
         flops[kind] = step.report.step_flops if isinstance(step, graphopt.OptimizedModule) else flop_step(graph)
         steps[kind] = step
         progress()
-    seconds: dict[str, list[float]] = {kind: [] for kind in steps}
-    gc.disable()
-    try:
-        for round_number in range(WARMUP + repeats):
-            for kind, step in steps.items():
-                elapsed = _timed(step, inputs, model, device)
-                if round_number >= WARMUP:
-                    seconds[kind].append(elapsed)
-            progress()
-    finally:
-        gc.enable()
-    exact_seconds, exact_flops = statistics.median(seconds["torch.compile"]), flops["torch.compile"]
+    seconds = medians({kind: trained_once(step, inputs, model) for kind, step in steps.items()}, repeats, device, progress)
+    exact_seconds, exact_flops = seconds["torch.compile"], flops["torch.compile"]
     rows = []
-    for kind, values in seconds.items():
-        time_saved, flops_saved = 1 - statistics.median(values) / exact_seconds, 1 - flops[kind] / exact_flops
+    for kind, median in seconds.items():
+        time_saved, flops_saved = 1 - median / exact_seconds, 1 - flops[kind] / exact_flops
         rows.append(
             {
                 "model": name,
                 "variant": kind,
                 "ratio": samplers[kind][0] if kind in samplers else 1.0,
-                "seconds": statistics.median(values),
+                "seconds": median,
                 "step_flops": flops[kind],
                 "flops_saved": flops_saved,
                 "time_saved": time_saved,
@@ -137,37 +123,20 @@ def sampler_for(graph: TrainingGraph, saving: float, terms: bool) -> tuple[float
     return low / 32, Vcas(keep_rows=low / 32, keep_tokens=low / 32 if terms else 1.0)
 
 
-def _timed(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module, device: str) -> float:
-    start = time.perf_counter()
-    step(**inputs).loss.backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    model.zero_grad()
-    return elapsed
-
-
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
     console.print(
         f"torch {results['torch']}, {results['device']}, batch {results['batch']}, median of {results['repeats']} steps"
     )
-    table = Table()
-    for column in ("model", "variant", "kept", "s/step", "FLOPs saved", "time saved", "time / FLOPs saved", "compile s"):
-        table.add_column(column, justify="left" if column in ("model", "variant") else "right")
-    for row in results["rows"]:
-        exact = row["quotient"] is None
-        table.add_row(
-            row["model"],
-            row["variant"],
-            f"{row['ratio']:.2f}",
-            f"{row['seconds']:.3f}",
-            "" if exact else f"{row['flops_saved']:.1%}",
-            "" if exact else f"{row['time_saved']:.1%}",
-            "" if exact else f"{row['quotient']:.2f}",
-            f"{row['compile_seconds']:.0f}",
-        )
-    console.print(table)
+    columns = ("model", "variant", "kept", "s/step", "FLOPs saved", "time saved", "time / FLOPs saved", "compile s")
+    console.print(table(columns, map(_cells, results["rows"]), words=2))
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    saved: tuple[object, ...] = (None, None, None)
+    if row["quotient"] is not None:
+        saved = f"{row['flops_saved']:.1%}", f"{row['time_saved']:.1%}", f"{row['quotient']:.2f}"
+    return row["model"], row["variant"], f"{row['ratio']:.2f}", f"{row['seconds']:.3f}", *saved, f"{row['compile_seconds']:.0f}"
 
 
 def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:

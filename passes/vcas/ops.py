@@ -157,8 +157,8 @@ library.impl("row_scales", row_scales, "CompositeExplicitAutograd")
 
 
 def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    exact = {"dtype": torch.float64, "device": weights.device}
-    return weights.new_empty(number, dtype=torch.int64), torch.empty(number, **exact), torch.empty((), **exact)  # type: ignore[call-overload]
+    exact = weights.new_empty(number, dtype=torch.float64)
+    return weights.new_empty(number, dtype=torch.int64), exact, exact.new_empty(())
 
 
 @torch.library.register_fake("graphopt::systematic_rows", lib=library)

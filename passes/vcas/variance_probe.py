@@ -69,8 +69,8 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
         norms = levels.row_norms(node, rows, anchor)
         scale = levels.emit(operator.getitem, (scales(norms, site, anchor), 0), anchor)
         scaled = levels.scale_rows(node, rows, scale, anchor)
-        own = _back_to(node, anchor)
-        node.replace_all_uses_with(scaled, delete_user_cb=lambda user, own=own: user not in own, propagate_meta=False)  # type: ignore[misc]
+        others = set(node.users) - _back_to(node, anchor)
+        node.replace_all_uses_with(scaled, delete_user_cb=others.__contains__, propagate_meta=False)
         measured.add_backward_output(f"norms {boundary.name}", norms)
         above |= dict.fromkeys(descendants([scaled]), boundary.name)
     tokens = {}

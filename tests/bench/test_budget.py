@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 
 from graphopt.bench import budget
-from graphopt.bench.budget_run import Settings, correct, peak_resident_bytes, rate_factor
+from graphopt.bench.budget_run import Settings, peak_resident_bytes
+from graphopt.bench.glosses import correct, rate_factor
 from graphopt.errors import GraphoptError, InputError
 
 SETTINGS = Settings(steps=4, most_steps=4, evaluate=2)

@@ -1,12 +1,10 @@
-"""`graphopt bench loops`: cases run in processes of their own, are kept, and the first thing that is wrong is named."""
+"""`graphopt bench loops`: loops train as without graphopt, and the first thing that is wrong is named."""
 
 from __future__ import annotations
 
 import json
 import logging
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,30 +16,25 @@ from torch.utils.data import DataLoader
 from graphopt.bench import loops
 from graphopt.bench.loops_cases import CASES
 from graphopt.bench.loops_models import ADAM, Mlp, points
-from graphopt.bench.loops_run import PREFIX, Case, Loop, measure
+from graphopt.bench.loops_run import Case, Loop, measure
 from graphopt.errors import InputError
 
 QUIET = Console(quiet=True)
 
 
-def test_a_case_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = loops.run(["plain-accumulation"], tmp_path, 1, QUIET)
+def test_a_case_end_to_end(tmp_path: Path) -> None:
+    found = loops.run(["plain-accumulation"], tmp_path, 1, QUIET, 300)
     (row,) = found["rows"]
     assert row["verdict"] == "ok", row
     assert row["flops_ratio"] <= 0.7
     assert 0 < row["selected"] < row["trainable"]
-    assert [json.loads(line)["case"] for line in (tmp_path / loops.RESULTS).read_text().splitlines()] == ["plain-accumulation"]
-
-    def none(*args: Any, **options: Any) -> None:
-        raise AssertionError("a finished case was run again")
-
-    monkeypatch.setattr(subprocess, "run", none)
-    assert loops.run(["plain-accumulation"], tmp_path, 1, QUIET)["verdicts"] == {"ok": 1}
+    assert [json.loads(line)["case"] for line in (tmp_path / "loops.jsonl").read_text().splitlines()] == ["plain-accumulation"]
+    loops.show(found, QUIET)
 
 
 def test_a_case_of_a_library_that_tests_need() -> None:
     row = measure(CASES["trainer-callback"])
-    assert (row["verdict"], row["why"]) == ("ok", "")
+    assert row["verdict"] == "ok", row
     assert row["flops_ratio"] <= 0.7
 
 
@@ -105,50 +98,23 @@ def under_a_budget(change: Any) -> Any:
 def test_what_is_wrong_is_named(change: Any, why: str) -> None:
     row = measure(with_graphopt(change))
     assert row["verdict"] == "wrong"
-    assert why in row["why"]
+    assert why in loops.why(row)
 
 
 def test_loops_that_cannot_be_judged() -> None:
     row = measure(Case(lambda loop: loop.begin(Mlp()), "PyTorch"))
-    assert (row["verdict"], row["why"]) == ("loop fails", "it has no losses")
-    row = measure(Case(small, "PyTorch", {"torch": "torch", "no_such_module": "no-such-package"}))
-    assert (row["verdict"], row["why"]) == ("not installed", "not installed: pip install no-such-package")
+    assert (row["verdict"], loops.why(row)) == ("loop fails", "it has no losses")
+    row = measure(Case(small, "PyTorch", ("torch", "no_such_package")))
+    assert (row["verdict"], loops.why(row)) == ("not installed", "pip install no-such-package")
 
 
-def test_cases_that_are_not_installed_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = {"case": "sft", "group": "TRL", "verdict": "not installed", "why": "", "flops_ratio": None, "seconds": 0.0}
-    monkeypatch.setattr(loops, "run_case", lambda name, timeout: absent)
-    found = loops.run(["sft"], tmp_path, 1, QUIET)
-    assert found["verdicts"] == {"not installed": 1}
-    assert loops.finished(tmp_path / loops.RESULTS) == {}
-    loops.show(found, QUIET)
+@pytest.mark.parametrize("run", ["", "without a budget", "under a budget"])
+def test_rows_of_processes_that_ended_too_soon_are_shown(run: str) -> None:
+    row = {"case": "hooks", "verdict": "wrong", "run": run, "error": "the process ended with -9", "seconds": 1.0}
+    assert loops.why(row) == (f"{run}: " if run else "") + row["error"]
+    loops.show({"rows": [row], "verdicts": {"wrong": 1}, "torch": "2", "runs": "here"}, QUIET)
 
 
-@pytest.mark.parametrize(("phase", "verdict"), [("eager", "loop fails"), ("exact", "wrong"), ("budget", "wrong")])
-def test_a_process_that_dies_is_a_row(phase: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    died = SimpleNamespace(stdout=f"noise\n{PREFIX}{json.dumps(phase)}\n", stderr="killed", returncode=-9)
-    monkeypatch.setattr(subprocess, "run", lambda *args, **options: died)
-    row = loops.run_case("hooks")
-    assert row["verdict"] == verdict
-    assert row["why"].startswith(f"{phase}: the process ended with -9")
-    loops.show({"rows": [row], "verdicts": {verdict: 1}, "torch": "2", "runs": "here"}, QUIET)
-
-
-def test_a_process_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(*args: Any, **options: Any) -> None:
-        raise subprocess.TimeoutExpired("python", 1, output=f'{PREFIX}"budget"\n'.encode())
-
-    monkeypatch.setattr(subprocess, "run", hang)
-    row = loops.run_case("hooks", 1)
-    assert (row["verdict"], row["why"]) == ("wrong", "budget: not finished after 1 s")
-
-
-def test_inputs_are_checked_and_a_torn_file_is_mended(tmp_path: Path) -> None:
+def test_an_unknown_case_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="unknown case nobody"):
-        loops.run(["nobody"], tmp_path, 1, QUIET)
-    file = tmp_path / loops.RESULTS
-    file.write_text('{"case": "hooks", "verdict": "ok"}\n{"case": "ho')
-    assert list(loops.finished(file)) == ["hooks"]
-    file.write_text("[1]\n")
-    with pytest.raises(InputError, match="something else"):
-        loops.finished(file)
+        loops.run(["nobody"], tmp_path, 1, QUIET, 300)

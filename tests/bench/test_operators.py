@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from rich.console import Console
 
 import graphopt
 from graphopt.bench import operators
-from graphopt.bench.operators_run import LEFT_OUT, PREFIX, case_names, case_of, measure, verdict
+from graphopt.bench.operators_run import LEFT_OUT, case_names, case_of, measure, verdict
 from graphopt.errors import InputError
 
 
@@ -86,42 +83,18 @@ def test_verdicts(plain: dict[str, Any], ours: dict[str, Any], wanted: str) -> N
     assert verdict(plain, ours, 1e-6) == wanted
 
 
-class Process:
-    """A process that has written some lines and ended."""
-
-    def __init__(self, *told: Any) -> None:
-        self.stdout = [PREFIX + json.dumps(line) + "\n" for line in told]
-        self.returncode = -11
-
-    def wait(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-def test_a_process_that_dies_leaves_the_other_cases_to_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    def row(name: str) -> dict[str, Any]:
-        return {"case": name, "verdict": "ok", "seconds": 1.0}
-
-    def start(command: list[str], **options: Any) -> Process:
-        names = command[3:]
-        started.append(names)
-        return Process(row(names[0]), "torch's") if len(names) == 3 else Process(*map(row, names))
-
-    monkeypatch.setattr(operators, "subprocess", SimpleNamespace(Popen=start, PIPE=subprocess.PIPE))
-    monkeypatch.setattr(operators, "case_names", lambda samples: ["operator/a/0", "operator/b/0", "operator/c/0"])
+def test_a_case_end_to_end(tmp_path: Path) -> None:
     console = Console(quiet=True)
-    results = operators.run(None, 1, tmp_path, console)
-    assert started == [["operator/a/0", "operator/b/0", "operator/c/0"], ["operator/c/0"]]
-    assert [r["verdict"] for r in results["rows"]] == ["ok", "torch's", "ok"]
-    assert "ended with -11" in operators.why(results["rows"][1])
+    results = operators.run(["module/nn.GLU/*"], 1, tmp_path, 1, console, 300)
+    assert [(row["case"], row["verdict"]) for row in results["rows"]] == [("module/nn.GLU/0", "ok")]
     operators.show(results, console)
-    operators.run(["operator/*"], 1, tmp_path, console)
-    assert len(started) == 2  # finished cases are kept
-    with pytest.raises(InputError, match="fits no case"):
-        operators.run(["operator/d/0"], 1, tmp_path, console)
-    with pytest.raises(InputError, match="complex"):
-        operators.run(["operator/imag/0"], 1, tmp_path, console)
+
+
+def test_what_is_left_out_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="unknown case operator/d/0"):
+        operators.run(["operator/d/0"], 1, tmp_path, 1, Console(quiet=True), 300)
+    with pytest.raises(InputError, match="operator/imag/0 is left out: complex"):
+        operators.run(["operator/imag/0"], 1, tmp_path, 1, Console(quiet=True), 300)
 
 
 def test_there_are_many_cases() -> None:

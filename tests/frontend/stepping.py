@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,32 @@ import graphopt
 
 Call = Callable[[Any, Any, int], Tensor]
 """From what is called, the model that holds the attributes, and the number of the step to the loss."""
+
+
+BUDGETS = pytest.mark.parametrize("budget", [None, 0.7])
+
+TORCHS_OWN = pytest.mark.xfail(strict=True, reason="torch.compile does not guard on it either")
+
+
+class Two(nn.Module):
+    """Two layers; what a test is about goes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        return self.b(self.between(torch.tanh(self.a(x)))).sin().sum()
+
+
+def plainly(called: Any, model: Any, step: int) -> Tensor:
+    return called(generated(step, 4, 5))
+
+
+X = (torch.zeros(4, 5),)
 
 
 def assert_steps_as_in_eager(

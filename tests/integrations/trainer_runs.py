@@ -16,8 +16,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.bench.budget_run import glosses_module
-from graphopt.bench.greentrainer import minilm_folder, pretrained_minilm
+from graphopt.bench.glosses import label_numbers, minilm_folder, pretrained_minilm, read
 from graphopt.integrations.trainer import bucketed
 from tests.rules import MEASURED
 
@@ -138,10 +137,9 @@ RESUMED = {"save_strategy": "steps", "save_steps": 3, "num_train_epochs": 3}
 
 def glosses(count: int) -> tuple[list[dict[str, Any]], int, Any]:
     """Definitions of WordNet of many lengths, the number of their labels, and the tokenizer of MiniLM."""
-    module = glosses_module()
     tokens = transformers.AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
-    labels = {label: i for i, label in enumerate(sorted(set(module.read("train")[0])))}
-    names, texts = module.read("train", count)
+    labels = label_numbers()
+    names, texts = read("train", count)
     encoded = tokens(texts, truncation=True, max_length=24)["input_ids"]
     return [{"input_ids": ids, "labels": labels[n]} for ids, n in zip(encoded, names, strict=True)], len(labels), tokens
 

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Several passes on one graph: every combination keeps the weakest of their contracts, and costs what was foretold."""
 
 from __future__ import annotations
@@ -83,8 +82,11 @@ PASSES: dict[str, tuple[Pass, Any]] = {
 
 
 def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
-    """A model of the zoo. The MLP is wide enough for 1 % of its peak to be more than the numbers that a sampler draws with; T5 and
-    the model with adapters have one block, because they take longest."""
+    """A model of the zoo.
+
+    The MLP is wide enough for 1 % of its peak to be more than the numbers that a sampler draws with; T5 and the model with
+    adapters have one block, because they take longest.
+    """
     model, inputs = zoo.make(name, 6, dtype)
     if name == "mlp":
         torch.manual_seed(0)
@@ -238,7 +240,8 @@ class GoldenDumps(expecttest.TestCase):
     # forward
     slice_tensor_1: float64[2] = aten.slice.Tensor(random_6, 0, 2, 4)
     # backward
-    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
+    systematic_rows_default_1: (int64[3], float64[3], float64[]) = \
+graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
     getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
     getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
     index_select_default_2: float32[3, 6] = aten.index_select.default(mm_6, 0, getitem_2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -37,7 +38,7 @@ def with_a_dear_gradient() -> tuple[BackwardCosts, list[float]]:
 
 @given(problems(), st.lists(st.floats(0.01, 1.0), max_size=3))
 @settings(deadline=None, max_examples=40)
-def test_every_point_is_within_its_budget_and_everything_is_trained_at_the_end(problem, ratios) -> None:  # type: ignore[no-untyped-def]
+def test_every_point_is_within_its_budget_and_everything_is_trained_at_the_end(problem: Any, ratios: Any) -> None:
     costs, values = problem
     values = [max(0.0, value) for value in values]
     curve = worth_of_flops(costs, values, ratios)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -44,7 +46,7 @@ def test_no_rule_exceeds_the_limit(name: str, problem: tuple[BackwardCosts, Shap
 
 @given(shaped(), st.randoms())
 @settings(deadline=None, max_examples=100)
-def test_tensors_are_taken_in_order_and_one_that_does_not_fit_is_passed_over(problem, random) -> None:  # type: ignore[no-untyped-def]
+def test_tensors_are_taken_in_order_and_one_that_does_not_fit_is_passed_over(problem: Any, random: Any) -> None:
     costs, _, limit = problem
     order = list(range(len(costs.names)))
     random.shuffle(order)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Compressed gradients: P'GQ of autograd's G, without G where the order allows it."""
 
 from __future__ import annotations
@@ -215,9 +214,12 @@ def test_a_subspace_that_no_weight_can_have_is_refused_with_the_largest_possible
 
 @pytest.mark.parametrize(
     ("weight", "message"),
-    [("classifier.weight", "2 x 32 is smaller than subspace=8"), ("bert.embeddings.word_embeddings.weight", "embedding_dense_backward"),
-     ("nothing", "no trained matrix")],
-)  # fmt: skip
+    [
+        ("classifier.weight", "2 x 32 is smaller than subspace=8"),
+        ("bert.embeddings.word_embeddings.weight", "embedding_dense_backward"),
+        ("nothing", "no trained matrix"),
+    ],
+)
 def test_a_weight_that_was_named_and_cannot_be_compressed_is_refused_by_name(weight: str, message: str) -> None:
     model, inputs = zoo.make("bert", 4)
     with pytest.raises(PassError, match=message):

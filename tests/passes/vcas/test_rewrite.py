@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Sampled backwards: unbiased, with the FLOPs foretold, on fewer rows everywhere below a boundary."""
 
 from __future__ import annotations
@@ -94,7 +93,8 @@ class GoldenDumps(expecttest.TestCase):
     # forward
     slice_tensor_1: float64[2] = aten.slice.Tensor(random_3, 0, 2, 4)
     # backward
-    systematic_rows_default_1: (int64[3], float64[3], float64[]) = graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
+    systematic_rows_default_1: (int64[3], float64[3], float64[]) = \
+graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
     getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
     getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
     index_select_default_2: float32[3, 4] = aten.index_select.default(mm_3, 0, getitem_2)

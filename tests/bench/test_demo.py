@@ -1,11 +1,10 @@
-"""What the examples share: runs that are finished are kept, and are not run again with `--resume`; what the demo shows."""
+"""What the demo shares with the examples: finished runs are kept, and not run again with `--resume`; and what it shows."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import json
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,23 +13,16 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from graphopt.bench import demo
+from graphopt.bench.glosses import rate_factor
 from graphopt.cli import app
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-@pytest.fixture(scope="module")
-def demo() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(EXAMPLES / "finetune_glosses.py")))
 
 
 @pytest.fixture
 def run_every(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    found = runpy.run_path(str(EXAMPLES / "finetune_glosses.py"))
-    monkeypatch.setitem(found["run_every"].__globals__, "read", lambda name, rows=None: (["a", "b"], ["one", "two"]))
-    monkeypatch.setitem(found["run_every"].__globals__, "Glosses", lambda *a: SimpleNamespace())
-    return found["run_every"]
+    monkeypatch.setattr(demo, "label_numbers", lambda: {"a": 0, "b": 1})
+    monkeypatch.setattr(demo, "Glosses", lambda *a: SimpleNamespace())
+    return demo.run_every
 
 
 def settings(folder: Path, **others: Any) -> argparse.Namespace:
@@ -88,16 +80,16 @@ def result(kind: str, accuracy: float, seed: int = 0, steps: int = 40) -> dict:
     }
 
 
-def test_the_learning_rate_rises_for_a_tenth_of_a_run_and_then_falls_to_zero(demo: SimpleNamespace) -> None:
-    assert demo.rate_factor(0.0, 0.01) == pytest.approx(0.1)
-    assert demo.rate_factor(0.05, 0.0) == pytest.approx(0.5)
-    assert demo.rate_factor(0.1, 0.0) == pytest.approx(1.0)
-    assert demo.rate_factor(0.55, 0.01) == pytest.approx(0.5)
-    assert demo.rate_factor(1.0, 0.01) == 0.0
-    assert all(0 < demo.rate_factor(i / 3, 1 / 3) <= 1 for i in range(3))  # also in runs of very few steps
+def test_the_learning_rate_rises_for_a_tenth_of_a_run_and_then_falls_to_zero() -> None:
+    assert rate_factor(0.0, 0.01) == pytest.approx(0.1)
+    assert rate_factor(0.05, 0.0) == pytest.approx(0.5)
+    assert rate_factor(0.1, 0.0) == pytest.approx(1.0)
+    assert rate_factor(0.55, 0.01) == pytest.approx(0.5)
+    assert rate_factor(1.0, 0.01) == 0.0
+    assert all(0 < rate_factor(i / 3, 1 / 3) <= 1 for i in range(3))  # also in runs of very few steps
 
 
-def test_a_run_is_over_by_its_clock_if_it_has_one_and_else_by_its_steps(demo: SimpleNamespace) -> None:
+def test_a_run_is_over_by_its_clock_if_it_has_one_and_else_by_its_steps() -> None:
     timed = SimpleNamespace(steps=600, seconds=60.0, evaluate=100)
     counted = SimpleNamespace(steps=600, seconds=None, evaluate=100)
     assert demo.progress_of(timed, 5, 30.0) == 0.5
@@ -110,7 +102,7 @@ def test_a_run_is_over_by_its_clock_if_it_has_one_and_else_by_its_steps(demo: Si
     assert [demo.evaluates(counted, n, 0.0, n / 600) for n in (99, 100, 600)] == [False, True, True]
 
 
-def test_the_table_fits_80_columns(demo: SimpleNamespace) -> None:
+def test_the_table_fits_80_columns() -> None:
     title = "WordNet glosses, MiniLM-L6: accuracy on 5,000 definitions"
     results = [result("full", 1.0, seed=1234, steps=12_345), result("budget", 0.5, seed=1234, steps=12_345)]
     file = io.StringIO()
@@ -126,7 +118,7 @@ def test_the_table_fits_80_columns(demo: SimpleNamespace) -> None:
         ]  # fmt: skip
 
 
-def test_the_outcome_names_the_side_that_is_ahead(demo: SimpleNamespace) -> None:
+def test_the_outcome_names_the_side_that_is_ahead() -> None:
     timed, counted = SimpleNamespace(steps=600, seconds=75.0, budget=0.5), SimpleNamespace(steps=600, seconds=None, budget=0.35)
     full, budget = result("full", 0.472), result("budget", 0.61)
     assert demo.outcome(timed, [full, budget]) == (
@@ -141,14 +133,14 @@ def test_the_outcome_names_the_side_that_is_ahead(demo: SimpleNamespace) -> None
     assert demo.outcome(timed, [full]) == demo.outcome(timed, [budget]) == ""
 
 
-def test_the_picture_is_drawn_for_runs_of_any_length(demo: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_picture_is_drawn_for_runs_of_any_length(tmp_path: Path) -> None:
     demo.plot([result("full", 0.4, steps=2), result("budget", 0.6)], tmp_path / "curves.png", "title")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_demo_compares_at_equal_time(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
-    monkeypatch.setattr(runpy, "run_path", lambda path: {"main": given.append})
+    monkeypatch.setattr(demo, "main", given.append)
     assert CliRunner().invoke(app, ["demo"]).exit_code == 0
     assert CliRunner().invoke(app, ["demo", "--steps", "5"]).exit_code == 0
     assert "--seconds" in given[0]
@@ -156,7 +148,7 @@ def test_the_demo_compares_at_equal_time(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("wrong", [["--steps", "0"], ["--seconds", "0"], ["--seconds", "-1"]])
-def test_a_run_of_no_length_is_refused(demo: SimpleNamespace, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_no_length_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         demo.main(wrong)
     assert "must be positive" in capsys.readouterr().err

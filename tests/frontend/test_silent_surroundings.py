@@ -1,0 +1,267 @@
+"""What a front end can get wrong without a word about what lies around the model: hooks, globals, transforms, threads.
+
+Most cases were found by comparing many models with eager mode; each is the smallest model that shows it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+import graphopt
+from tests.frontend.stepping import BUDGETS, TORCHS_OWN, Two, X, assert_steps_as_in_eager, generated, plainly
+
+# What lies outside the model.
+
+
+SEEN: dict[str, Any] = {}
+
+
+def _keep_globally(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    SEEN["a"] = output
+
+
+@BUDGETS
+@pytest.mark.parametrize("where", ["global", "closure"])
+def test_a_hook_that_keeps_activations_for_another_loss(where: str, budget: float | None) -> None:
+    """Feature extraction: the loss of a step reads what the hook has kept in that step, with its gradient."""
+    model, mine = Two(), {}
+    model.a.register_forward_hook(_keep_globally if where == "global" else lambda m, i, o: mine.__setitem__("a", o))
+    kept = SEEN if where == "global" else mine
+
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        kept.clear()
+        return called(generated(step, 4 + step, 5)) + kept["a"].square().mean()
+
+    assert_steps_as_in_eager(model, X, call, budget)
+
+
+def test_hooks_that_collect_run_once_per_step() -> None:
+    model, norms = Two(), []
+    model.a.register_forward_hook(lambda module, inputs, output: norms.append(float(output.detach().norm())))
+    opt = graphopt.optimize(model, X, backend="aot_eager")
+    norms.clear()
+    for step in range(4):
+        opt(generated(step, 4 + step, 5)).backward()
+    expected = [float(model.a(generated(step, 4 + step, 5)).norm()) for step in range(4)]
+    assert norms[:4] == pytest.approx(expected)
+    assert len(norms) == 8  # the four of the line above, too
+
+
+def test_backward_hooks_run_even_if_they_come_later() -> None:
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        if step == 1:
+            model.b.register_full_backward_hook(lambda module, gin, gout: (2 * gin[0],))
+        return called(generated(step, 4, 5))
+
+    assert_steps_as_in_eager(Two(), X, call)
+    first = Two()
+    first.b.register_full_backward_hook(lambda module, gin, gout: (2 * gin[0],))
+    assert_steps_as_in_eager(first, X, plainly)
+
+
+def test_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Environment(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * float(os.environ.get("GRAPHOPT_TEST_SCALE", "1"))
+
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        monkeypatch.setenv("GRAPHOPT_TEST_SCALE", str(1 + step))
+        return called(generated(0, 4, 5))
+
+    assert_steps_as_in_eager(Environment(), X, call)
+
+
+class WithActivation(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.Tanh()
+
+    def between(self, hidden: Tensor) -> Tensor:
+        return self.activation(hidden)
+
+
+@TORCHS_OWN
+def test_a_class_whose_forward_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        with monkeypatch.context() as patch:
+            if step % 2:
+                patch.setattr(nn.Tanh, "forward", lambda self, x: x * 3)
+            return called(generated(0, 4, 5))
+
+    assert_steps_as_in_eager(WithActivation(), X, call, steps=4)
+
+
+@TORCHS_OWN
+def test_a_hook_of_all_modules() -> None:
+    @contextlib.contextmanager
+    def hooked() -> Iterator[None]:
+        handle = register_module_forward_hook(lambda m, i, o: o * 2 if isinstance(m, nn.Linear) else None)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        with hooked() if step % 2 else contextlib.nullcontext():
+            return called(generated(0, 4, 5))
+
+    assert_steps_as_in_eager(Two(), X, call, steps=4)
+
+
+GLOBAL_LIST: list[float] = [1.0]
+
+
+def test_a_list_outside_the_model() -> None:
+    class Reads(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * sum(GLOBAL_LIST)
+
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        GLOBAL_LIST[:] = [1.0] * (1 + step)
+        return called(generated(0, 4, 5))
+
+    assert_steps_as_in_eager(Reads(), X, call)
+
+
+# Transforms of torch.
+
+
+def test_forward_mode_is_refused_as_torch_compile_refuses_it() -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    model, x = Two(), generated(0, 4, 5)
+    opt = graphopt.optimize(model, X, backend="aot_eager")
+    opt(x).backward()
+    for called in (torch.compile(model, backend="aot_eager"), opt):
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must implement the jvp function"):
+            called(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def test_functional_gradients_are_right() -> None:
+    model, x = Two(), generated(0, 4, 5)
+    opt = graphopt.optimize(model, X, backend="aot_eager")
+    tensors = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    expected = torch.func.grad(lambda p: torch.func.functional_call(model, p, (x,)))(tensors)
+    found = torch.func.grad(lambda p: torch.func.functional_call(opt, p, (x,)))(tensors)
+    torch.testing.assert_close(found, expected)
+
+
+# Around the model.
+
+
+def test_models_are_freed() -> None:
+    references = []
+    for _ in range(3):
+        model = Two()
+        opt = graphopt.optimize(model, X, 0.7, backend="aot_eager")
+        for step in range(2):
+            opt(generated(step, 4 + step, 5)).backward()
+        references += [weakref.ref(model), weakref.ref(opt)]
+        del model, opt
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 6
+
+
+THREADS = """
+import threading, torch, graphopt
+from torch import nn
+call, found = nn.Module.__call__, {}
+def work(width):
+    try:
+        model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5))
+        opt = graphopt.optimize(model, (torch.zeros(4, 5),), backend="aot_eager")
+        for step in range(3):
+            x = torch.randn(4 + step, 5)
+            model.zero_grad()
+            opt(x).square().sum().backward()
+            ours = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            model(x).square().sum().backward()
+            torch.testing.assert_close(ours, [p.grad for p in model.parameters()])
+        found[width] = opt.counters.compilations > 0 and opt.report.notes == []
+    except BaseException as error:
+        found[width] = error
+threads = [threading.Thread(target=work, args=(width,)) for width in (6, 7)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert found == {6: True, 7: True}, found
+assert nn.Module.__call__ is call
+assert not torch.is_anomaly_enabled()
+"""
+
+
+def test_two_threads_train_two_models() -> None:
+    """In a process of its own: what breaks breaks torch for all that follows."""
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_optimised_model_can_be_saved_after_steps() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    opt = graphopt.optimize(model, (torch.zeros(4, 8),), backend="aot_eager")
+    x = generated(0, 4, 8)
+    opt(x).mean().backward()
+    file = io.BytesIO()
+    torch.save(opt, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    torch.testing.assert_close(again(x), opt(x))
+
+
+def test_parameters_of_two_modules_under_one_name() -> None:
+    """Where torch.compile is called with a function, or modules are kept in a list."""
+    first, second, head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def function(x: Tensor) -> Tensor:
+        return second(torch.tanh(first(x))).sin().sum()
+
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = [first, second], head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers[1](torch.tanh(self.layers[0](x)))).sin().sum()
+
+    everything = nn.ModuleList([first, second, head])
+    x = generated(0, 4, 5)
+    for model in (function, Listed()):
+        gradients = []
+        torch.compiler.reset()
+        for called in (model, torch.compile(model, backend="graphopt", options={"passes": [], "backend": "aot_eager"})):
+            everything.zero_grad()
+            called(x).backward()
+            gradients.append([None if p.grad is None else p.grad.clone() for p in everything.parameters()])
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+# Other libraries.
+
+
+def test_dora_adapters() -> None:
+    import peft
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 32), nn.Linear(32, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.b(torch.relu(self.a(x))), y)
+
+    model = peft.get_peft_model(Net(), peft.LoraConfig(r=4, target_modules=["a", "b"], use_dora=True, init_lora_weights=False))
+    batch = {"x": generated(0, 8, 16), "y": torch.arange(8) % 3}
+    assert_steps_as_in_eager(model, batch, lambda called, _, step: called(**batch))
