@@ -375,8 +375,8 @@ HABITS: dict[str, Case] = {
 }
 
 SPEECH = (
-    "wav2vec2-ctc", "wav2vec2-ctc-padded", "wav2vec2-classify", "hubert-ctc", "hubert-classify", "wavlm-classify", "unispeech-ctc",
-    "sew-ctc",
+    "wav2vec2-ctc", "wav2vec2-ctc-padded", "wav2vec2-classify", "hubert-ctc", "hubert-classify", "wavlm-classify",
+    "unispeech-ctc", "sew-ctc",
 )  # fmt: skip
 """Their forward asks for the gradient of what it makes of the sound, so that the gradient passes through all of the model."""
 
@@ -384,7 +384,7 @@ LARGER = {
     **dict.fromkeys((*SPEECH, "switch-transformers", "lora-gpt2", "adaption-prompt"), 0.75),
     **dict.fromkeys(
         ("vb-lora", "shira", "wave-ft"), 1.0
-    ),  # gradients of the method's parameters are no products: they cost nothing
+    ),  # their gradients cost no product
 }
 """Budgets of cases for which `BUDGET` is infeasible, as the error says that they otherwise end with."""
 
