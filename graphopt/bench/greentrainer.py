@@ -189,8 +189,8 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     return (
         row["variant"], f"{row['flops_ratio']:.3f}", f"{row['seconds']:.3f}",
         " / ".join(f"{row[f'{phase}_seconds']:.2f}" for phase in ("forward", "backward", "optimizer")),
-        f"{row['time_ratio']:.3f}", saved and f"{saved:.2f}", f"{row['compile_seconds']:.1f}", f"{row['passes_seconds']:.2f}",
-        share and f"{share:.1%}",
+        f"{row['time_ratio']:.3f}", None if saved is None else f"{saved:.2f}",
+        f"{row['compile_seconds']:.1f}", f"{row['passes_seconds']:.2f}", None if share is None else f"{share:.1%}",
     )  # fmt: skip
 
 
