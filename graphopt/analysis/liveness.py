@@ -153,7 +153,8 @@ def _owners(node: fx.Node, owners: dict[fx.Node, tuple[Owner, ...]]) -> tuple[Ow
     if node.target is operator.getitem:
         source, index = node.args
         held = owners[source]  # type: ignore[index]
-        return tuple(o for o in held if o == (source.name, index)) or tuple(o for o in held if o[0] != source.name)  # type: ignore[union-attr]
+        own = source.name  # type: ignore[union-attr]
+        return tuple(o for o in held if o == (own, index)) or tuple(o for o in held if o[0] != own)
     if is_view(node):
         return owners[node.args[0]]  # type: ignore[index]
     if (written := _written_argument(node)) is not None:

@@ -253,7 +253,7 @@ class PlanBackend:
             return graph.module
 
         def halves(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-            found.halves = tuple(graph_module(half, copied(half.graph)) for half in (forward, backward))  # type: ignore[assignment]
+            found.halves = (graph_module(forward, copied(forward.graph)), graph_module(backward, copied(backward.graph)))
 
         def failed(error: Exception) -> None:
             weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")

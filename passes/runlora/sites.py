@@ -185,7 +185,8 @@ class _Finder:
         if operands is not None and operands[1] not in self.varying and self._added(node):
             inner = as_matrix(operands[0]).leaf
             if inner.target is aten.embedding.default:
-                return self.name_of(inner.args[0]), "adapters of embeddings are left alone: there is no product to merge with"  # type: ignore[arg-type]
+                name = self.name_of(inner.args[0])  # type: ignore[arg-type]
+                return name, "adapters of embeddings are left alone: there is no product to merge with"
         return None
 
     def _added(self, node: fx.Node) -> bool:

@@ -158,7 +158,8 @@ def _positions_in_batch(levels: RowLevels, positions: fx.Node, tokens: int, leve
 
 def _take_columns(levels: RowLevels, node: fx.Node, positions: fx.Node, anchor: fx.Node) -> fx.Node:
     """Columns of a matrix; of a transposed one its rows, which lie together in memory."""
-    transposed = node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])  # type: ignore[arg-type]
+    swapped = node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    transposed = node.target is aten.t.default or swapped
     if not transposed:
         return levels.emit(aten.index_select.default, (node, 1, positions), anchor)
     rows = levels.emit(aten.index_select.default, (node.args[0], 0, positions), anchor)
