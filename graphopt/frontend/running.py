@@ -223,14 +223,14 @@ class Running:
             self._devices = sorted({"cpu", *(p.device.type for p in self._trainable)})
         anchors = [*self._trainable, *(t for t in inputs if t.requires_grad)]
         leaves, spec = pytree.tree_flatten(output)
-        seen = [leaves[i] for i in positions]
+        seen, everything = [leaves[i] for i in positions], frozenset(range(len(leaves)))  # `rerun` must not hold what holds it
         own = vars(self.model)
         called = [own.get(name, _ABSENT) for name in _OF_A_CALL]
         autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self._devices]
 
         def rerun(wanted: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
             if versions != [t._version for t in inputs]:
-                self._asked = self._differentiated = frozenset(range(len(leaves)))
+                self._asked = self._differentiated = everything
                 raise GraphoptError(_CHANGED)
             with self._as_before(before, buffers), contextlib.ExitStack() as stack:
                 for kind, dtype, enabled in autocast:
