@@ -25,7 +25,7 @@ from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, f
 from graphopt.compat import pytree
 from graphopt.errors import CaptureError, InputError
 from graphopt.graph import Parameter, TrainingGraph, from_export
-from graphopt.normalise import normalise
+from graphopt.transforms.canonicalize import normalise
 
 _PREFIX = "model."
 

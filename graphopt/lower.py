@@ -19,8 +19,8 @@ from graphopt.compat import InputDesc
 from graphopt.compat.inductor import compile_inductor_backward, compile_inductor_forward
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
-from graphopt.partition import Halves, split
 from graphopt.runtime.uniforms import Uniforms
+from graphopt.transforms.partition import Halves, split
 
 Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""

@@ -17,7 +17,7 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.saved import saved_bytes
 from graphopt.compat import InputDesc, OutputDesc
 from graphopt.graph import TrainingGraph
-from graphopt.verify import verify
+from graphopt.transforms.verify import verify
 
 
 class Preserves(Enum):

@@ -21,7 +21,7 @@ from graphopt.budget import Budget
 from graphopt.compat import recompute_mark
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
-from graphopt.rewriting import simplify_sizes
+from graphopt.transforms.edit import simplify_sizes
 
 if TYPE_CHECKING:
     from graphopt.planner.plan import Plan

@@ -17,9 +17,9 @@ from graphopt.compat import expression, output_list
 from graphopt.compat.inductor_program import inductor_programs
 from graphopt.errors import InputError
 from graphopt.graph import BATCH, TrainingGraph
-from graphopt.partition import Halves, split
 from graphopt.specialise import symbolic
-from graphopt.tangents import for_loss_alone
+from graphopt.transforms.partition import Halves, split
+from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 
 def step_memory(

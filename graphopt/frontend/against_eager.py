@@ -25,7 +25,6 @@ from graphopt.capture import no_generation_cache, unchanged_draws
 from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import cause_of
 from graphopt.compat.inductor import eager_draws
-from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
 from graphopt.errors import first_line
 from graphopt.frontend.recording import twin
 from graphopt.frontend.running import Running
@@ -36,6 +35,7 @@ from graphopt.passes import Preserves
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.runtime.counters import Counters
+from graphopt.testing.compare import compare_gradients, compare_values, tolerance_of
 
 if TYPE_CHECKING:
     from graphopt.passes.lsp.subspaces import Subspaces

@@ -37,7 +37,7 @@ from graphopt.lower import Backend
 from graphopt.passes import PassReport, Preserves
 from graphopt.passes.vcas.independence import mixing_reason
 from graphopt.planner.plan import Plan
-from graphopt.tangents import for_loss_alone
+from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 
 class Unsettled(Exception):

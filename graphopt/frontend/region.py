@@ -18,7 +18,7 @@ from torch import SymInt, Tensor, fx, nn
 from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
 from graphopt.compat.dynamo import source_of, traced_size
 from graphopt.graph import Parameter, TrainingGraph
-from graphopt.normalise import normalise
+from graphopt.transforms.canonicalize import normalise
 
 aten = torch.ops.aten
 

@@ -21,7 +21,6 @@ from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
-from graphopt.equivalence import tolerance_of
 from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
 from graphopt.frontend.outputs import detached, reattached
@@ -34,6 +33,7 @@ from graphopt.planner.plan import Plan
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.draws import draws
+from graphopt.testing.compare import tolerance_of
 
 _models = itertools.count()
 

@@ -505,6 +505,6 @@ class OptimizedModule(nn.Module):
         Returns:
             The files written.
         """
-        from graphopt.dump import dump
+        from graphopt.report.graph_dump import dump
 
         return dump(directory, self._graph, self._plan, self.report, self._last_step)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphopt.analysis.products import value_numbers
 from graphopt.compat import RECOMPUTE, InputDesc, fake_like, is_recomputed
 from graphopt.graph import TrainingGraph, descendants
-from graphopt.rewriting import ORIGIN, insert_node, simplify_sizes, sort_nodes
+from graphopt.transforms.edit import ORIGIN, insert_node, simplify_sizes, sort_nodes
 
 aten = torch.ops.aten
 combine_rows = torch.ops.graphopt.combine_rows.default

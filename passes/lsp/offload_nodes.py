@@ -15,7 +15,7 @@ import graphopt.ops.hand_over  # noqa: F401  registers the operators
 from graphopt.compat import SAVE, fake_like
 from graphopt.graph import TrainingGraph
 from graphopt.ops.hand_over import TOKEN
-from graphopt.rewriting import sort_nodes
+from graphopt.transforms.edit import sort_nodes
 
 
 def insert_offload(graph: TrainingGraph, names: Sequence[str], hand_to: int, gate_of: int, gated: bool) -> TrainingGraph:

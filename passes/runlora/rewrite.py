@@ -23,7 +23,7 @@ from graphopt.analysis.sums import summed_with
 from graphopt.compat import RECOMPUTE, SAVE, is_recomputed
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, ancestors
-from graphopt.rewriting import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes, sort_nodes
+from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes, sort_nodes
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import no_autocast
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph, descendants
-from graphopt.tangents import for_loss_alone
+from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 MOST_ROWS = 8
 """Samples that are tried; more would only cost time."""

@@ -19,7 +19,7 @@ from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_ba
 from graphopt.compat import fake_mode_of, run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
-from graphopt.rewriting import insert_node, simplify_sizes
+from graphopt.transforms.edit import insert_node, simplify_sizes
 
 aten = torch.ops.aten
 

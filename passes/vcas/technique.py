@@ -15,7 +15,7 @@ from graphopt.passes.vcas.rewrite import ROWS, TOKENS, Draws, sample
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, InputError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.tangents import for_loss_alone
+from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 if TYPE_CHECKING:
     from graphopt.planner.plan import Plan

@@ -20,7 +20,7 @@ from torch import fx
 from graphopt.analysis.batch_dims import BatchDim
 from graphopt.compat import InputDesc, fake_like
 from graphopt.graph import TrainingGraph, descendants
-from graphopt.tangents import for_loss_alone
+from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 aten = torch.ops.aten
 

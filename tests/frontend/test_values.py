@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt.compat import InputDesc, OutputDesc, fake_like
 from graphopt.graph import TrainingGraph
-from graphopt.rewriting import insert_node
+from graphopt.transforms.edit import insert_node
 from tests import zoo
 from tests.messages import warnings_of
 

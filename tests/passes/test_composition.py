@@ -21,9 +21,9 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
-from graphopt.dump import readable
 from graphopt.graph import TrainingGraph
 from graphopt.planner.plan import resolve_passes
+from graphopt.report.graph_dump import readable
 from graphopt.testing import PassCheck, check_passes
 from tests import zoo
 from tests.measure import peak_and_rest

@@ -7,7 +7,7 @@ from torch import nn
 from graphopt import PassError
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import capture
-from graphopt.dump import readable
+from graphopt.report.graph_dump import readable
 from graphopt.testing import check_pass
 from tests import zoo
 

@@ -31,7 +31,7 @@ from graphopt.capture import capture_to_run
 from graphopt.compat import pytree
 from graphopt.errors import BudgetError, GraphoptError
 from graphopt.graph import TrainingGraph
-from graphopt.verify import verify
+from graphopt.transforms.verify import verify
 from tests.draws import expectation
 from tests.properties.random_models import Network
 

@@ -22,10 +22,10 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
-from graphopt.dump import readable
-from graphopt.partition import split
+from graphopt.report.graph_dump import readable
 from graphopt.specialise import specialise
 from graphopt.testing import check_pass
+from graphopt.transforms.partition import split
 from tests import zoo
 from tests.measure import peak_and_rest
 

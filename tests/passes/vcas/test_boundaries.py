@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
-from graphopt.tangents import for_loss_alone
+from graphopt.transforms.symbolic_zeros import for_loss_alone
 from tests import zoo
 
 

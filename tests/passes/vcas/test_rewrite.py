@@ -20,8 +20,8 @@ from graphopt import PassError
 from graphopt.analysis.flops import flop_profile
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
-from graphopt.dump import readable
 from graphopt.graph import TrainingGraph
+from graphopt.report.graph_dump import readable
 from graphopt.testing import check_pass, compiled
 from tests import zoo
 from tests.draws import drawn_operators, eager_gradients, expectation, made

@@ -8,7 +8,7 @@ from torch import fx
 
 from graphopt.compat.inductor import partition
 from graphopt.graph import TrainingGraph, remove_dead_nodes
-from graphopt.tangents import tangent_results
+from graphopt.transforms.symbolic_zeros import tangent_results
 
 
 @dataclass(frozen=True)

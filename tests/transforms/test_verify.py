@@ -5,7 +5,7 @@ from graphopt import PassError, TorchVersionError
 from graphopt.capture import capture
 from graphopt.compat import require_supported_torch
 from graphopt.specialise import specialise
-from graphopt.verify import verify
+from graphopt.transforms.verify import verify
 from tests import zoo
 
 

@@ -2,7 +2,7 @@ import math
 
 import torch
 
-from graphopt.equivalence import compare_gradients, compare_values, tolerance_of
+from graphopt.testing.compare import compare_gradients, compare_values, tolerance_of
 
 
 def test_the_first_tensor_that_differs_is_named_with_its_error() -> None:

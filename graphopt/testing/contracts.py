@@ -18,7 +18,6 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.calls import BatchDim, as_call, batch_size_of, flatten_call
 from graphopt.capture import capture_to_run
 from graphopt.compat import InputDesc, pytree
-from graphopt.equivalence import TOLERANCE, compare_values
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend, graph_inputs, lower
@@ -26,7 +25,8 @@ from graphopt.passes import Pass, PassReport, Preserves, run_pass
 from graphopt.passes.base import Projected
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
-from graphopt.tangents import expected_results, for_loss_alone
+from graphopt.testing.compare import TOLERANCE, compare_values
+from graphopt.transforms.symbolic_zeros import expected_results, for_loss_alone
 
 DRAWS = 200
 """Runs over which the gradients of an UNBIASED pass are averaged."""

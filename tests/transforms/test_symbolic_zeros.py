@@ -13,7 +13,7 @@ from graphopt.capture import capture_to_run
 from graphopt.compat import output_list
 from graphopt.lower import lower
 from graphopt.specialise import specialise
-from graphopt.tangents import without_tangents
+from graphopt.transforms.symbolic_zeros import without_tangents
 
 
 class Heads(nn.Module):
