@@ -120,6 +120,10 @@ CASES: dict[str, Callable[[int], Run]] = {
 STEPS = {"greentrainer": 5, "vcas": 7, "vcas-fixed": 3, "lsp": 5, "lsp-layerwise": 5, "lsp-zero": 2, "runlora": 3}
 
 
+def ratios_of(opt: graphopt.OptimizedModule) -> Any:
+    return () if opt.controller is None else opt.controller.ratios
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_stopped_and_resumed_after_every_step_it_goes_on_bit_equal(case: str, tmp_path: Path) -> None:
     path, expected = tmp_path / "state", []
@@ -144,12 +148,12 @@ def test_stopped_and_resumed_after_every_step_it_goes_on_bit_equal(case: str, tm
             held = read_state(path)["parts"]["sampling"]["recent"]
             assert same(held, ((batch, {}),) if k % 3 == 1 else ())
     assert run.opt.selected == whole.opt.selected
-    assert run.opt.controller.ratios == whole.opt.controller.ratios
+    assert ratios_of(run.opt) == ratios_of(whole.opt)
     if case == "greentrainer":
         assert any(r.changed for r in whole.held[0].history)
         assert [r.gain for r in run.held[0].history] == [r.gain for r in whole.held[0].history]
     if case == "vcas":
-        assert whole.opt.controller.ratios
+        assert ratios_of(whole.opt)
         assert [a.rows for a in run.opt.controller.history] == [a.rows for a in whole.opt.controller.history]
         assert run.opt.controller.flops_saved == whole.opt.controller.flops_saved
     if case in ("lsp", "lsp-layerwise"):
