@@ -22,7 +22,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import SAMPLING_LEFT_OUT, Plan
-from graphopt.planner.rating import rate_tensors
+from graphopt.planner.rating import rate_tensors, without_gradients
 
 
 def make_plan(
@@ -45,6 +45,8 @@ def make_plan(
     for rewrite in passes:
         if isinstance(rewrite, Recompute):
             rewrite.check(graph)
+    if budget.memory is not None:
+        passes = without_gradients(passes)  # a full backward may be just what does not fit
     imprecise: dict[str, float] = {}
     if any(isinstance(p, RunLora) for p in passes):
         sites = find_lora_sites(graph)

@@ -334,7 +334,7 @@ class OptimizedModule(nn.Module):
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Rate tensors again and change the selection if that gains enough.
 
-        The default rule rates by structure alone: only where tensors were frozen or unfrozen does its selection change.
+        The default rule measures no gradients again: only where tensors were frozen or unfrozen does its selection change.
 
         Args:
             batch: what the model is called with: a tuple, or a dict with labels.
