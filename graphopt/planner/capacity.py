@@ -10,8 +10,8 @@ Where the inputs differ from those of pre-training, one must reach the first lay
 
     value = (output layer: 10, else 1) x (vector: 0.3, matrix: 1) + (|g|_2 / (4 x the matrices' median |g|_2))^2
 
-The square leaves ordinary tensors nearly alike, so that the first term decides between them. It is a rule of thumb, and not the
-best on every task.
+where the second term counts 10 at most. The square leaves ordinary tensors nearly alike, so that the first term decides between
+them. It is a rule of thumb, and not the best on every task.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Weighting:
     Attributes:
         vector: value of a bias or of a norm's weight; a matrix has 1.
         output: how many times its value the output layer has.
-        steep: how many times the median matrix's a gradient is that adds a matrix's value.
+        steep: how many times the median matrix's a gradient is that adds a matrix's value; at most it adds `output` of them.
     """
 
     vector: float = 0.3
@@ -65,7 +65,7 @@ def capacity(
     ordinary = [n for name, n in (norms or {}).items() if n > 0 and name not in last and not is_vector(shapes[name])]
     if norms and ordinary:
         unit = by.steep * statistics.median(ordinary)
-        values = {name: value + (norms.get(name, 0.0) / unit) ** 2 for name, value in values.items()}
+        values = {name: value + min((norms.get(name, 0.0) / unit) ** 2, by.output) for name, value in values.items()}
         source += f", plus the square of the gradient over {by.steep:g} times the median matrix's"
     largest = max(values.values(), default=1.0) or 1.0
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))

@@ -89,25 +89,26 @@ def test_weights_need_not_exist() -> None:
     assert rated(model.to("meta"), {name: tensor.to("meta") for name, tensor in inputs.items()}) == real
 
 
-def with_norms(norms: dict[str, float]) -> dict[str, float]:
+def with_norms(norms: dict[str, float], output: float = 10.0) -> dict[str, float]:
     """Values of the perceptron's tensors, with no regard to kind, where a gradient twice the median adds a matrix's value."""
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=1.0, steep=2.0), norms).values
+    return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=2.0), norms).values
 
 
 def test_a_steep_tensor_is_worth_more_by_the_square_of_its_gradient_over_the_median_matrixs() -> None:
     norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 12.0, "third.weight": 1e6}  # the output's is no measure
-    expected = {"first.weight": 1 + 0.75**2, "second.weight": 1 + 0.25**2, "first.bias": 1 + 3.0**2, "second.bias": 1.0}
-    values = with_norms({**norms, "third.weight": 4e3})
+    expected = {"first.weight": 1 + 0.75**2, "second.weight": 1 + 0.25**2, "first.bias": 1 + 3.0**2, "third.weight": 10 + 10}
+    values = with_norms(norms)
     assert {n: values[n] / values["second.bias"] for n in expected} == pytest.approx(expected)
-    assert with_norms({n: 1e-6 * norm for n, norm in norms.items()}) == pytest.approx(with_norms(norms))
+    assert with_norms({n: 1e-6 * norm for n, norm in norms.items()}) == pytest.approx(values)
+    assert with_norms({**norms, "first.bias": 1e9}) == pytest.approx({**values, "first.bias": 11 * values["second.bias"]})
 
 
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
 def test_without_the_gradient_of_a_matrix_place_and_size_alone_count(norms: dict[str, float]) -> None:
-    assert set(with_norms(norms).values()) == {1.0}
+    assert set(with_norms(norms, 1.0).values()) == {1.0}
 
 
 # Which rule rates.
