@@ -97,13 +97,13 @@ def with_norms(norms: dict[str, float], output: float = 10.0) -> dict[str, float
     return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=2.0), norms).values
 
 
-def test_a_steep_tensor_is_worth_more_by_the_square_of_its_gradient_over_the_median_matrixs() -> None:
-    norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 12.0, "third.weight": 1e6}  # the output's is no measure
-    expected = {"first.weight": 1 + 0.75**2, "second.weight": 1 + 0.25**2, "first.bias": 1 + 3.0**2, "third.weight": 10 + 10}
+def test_a_steep_tensor_is_worth_more_by_the_fourth_power_of_its_gradient_over_the_median_matrixs() -> None:
+    norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 6.0, "third.weight": 1e6}  # the output's is no measure
+    expected = {"first.weight": 1 + 0.75**4, "second.weight": 1 + 0.25**4, "first.bias": 1 + 1.5**4, "third.weight": 10 + 10}
     values = with_norms(norms)
     assert {n: values[n] / values["second.bias"] for n in expected} == pytest.approx(expected)
     assert with_norms({n: 1e-6 * norm for n, norm in norms.items()}) == pytest.approx(values)
-    assert with_norms({**norms, "first.bias": 1e9}) == pytest.approx({**values, "first.bias": 11 * values["second.bias"]})
+    assert with_norms({**norms, "first.bias": 1e200}) == pytest.approx({**values, "first.bias": 11 * values["second.bias"]})
 
 
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
