@@ -8,7 +8,7 @@ layers. So every matrix counts alike, and the cheapest are chosen.
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count:
 
-    value = (output layer: 10, else 1) x (vector: 0.35, matrix: 1) + (|g|_2 / (6 x the matrices' median |g|_2))^4
+    value = (output layer: 10, else 1) x (vector: 0.35, matrix: 1) + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
 where the second term counts 10 at most. The power leaves ordinary tensors nearly alike, so that the first term decides between
 them, and the second where that makes no difference. It is a rule of thumb, and not the best on every task.
@@ -64,8 +64,8 @@ def capacity(
     source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}"
     ordinary = [n for name, n in (norms or {}).items() if n > 0 and name not in last and not is_vector(shapes[name])]
     if norms and ordinary:
-        unit, most = by.steep * statistics.median(ordinary), by.output**0.25
-        values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 4 for name, value in values.items()}
-        source += f", plus (gradient / {by.steep:g} x the median matrix's)^4"
+        unit, most = by.steep * statistics.median(ordinary), by.output ** (1 / 6)
+        values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
+        source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
     largest = max(values.values(), default=1.0) or 1.0
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))

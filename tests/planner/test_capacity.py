@@ -97,9 +97,9 @@ def with_norms(norms: dict[str, float], output: float = 10.0) -> dict[str, float
     return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=2.0), norms).values
 
 
-def test_a_steep_tensor_is_worth_more_by_the_fourth_power_of_its_gradient_over_the_median_matrixs() -> None:
-    norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 6.0, "third.weight": 1e6}  # the output's is no measure
-    expected = {"first.weight": 1 + 0.75**4, "second.weight": 1 + 0.25**4, "first.bias": 1 + 1.5**4, "third.weight": 10 + 10}
+def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
+    norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 5.0, "third.weight": 1e6}  # the output's is no measure
+    expected = {"first.weight": 1 + 0.75**6, "second.weight": 1 + 0.25**6, "first.bias": 1 + 1.25**6, "third.weight": 10 + 10}
     values = with_norms(norms)
     assert {n: values[n] / values["second.bias"] for n in expected} == pytest.approx(expected)
     assert with_norms({n: 1e-6 * norm for n, norm in norms.items()}) == pytest.approx(values)
