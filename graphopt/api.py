@@ -82,7 +82,8 @@ def optimize(
         backend: "inductor", "aot_eager", or a callable `(gm, inputs) -> callable`.
         optimizer: tensors that it does not hold are not selected. `GreenTrainer(rule="greentrainer")` rates tensors by its next
             step; without it, by their squared gradient.
-        loss: a scalar from the model's output, for a model that does not return a loss; only that rule uses it.
+        loss: a scalar from the model's output, for a model that does not return a loss; its gradient on the example batch tells
+            where the loss is steepest, which counts where not all tensors can be trained (see `GreenTrainer`).
         batch_dim: which dimension of each input is the batch: a number, or per input name (None: it has no batch).
         verify: run one compiled step on the example batch and compare outputs, gradients and buffers with eager autograd; if one
             differs, warn which, and train the model as it is. Leaves no trace in the model. Of a sampler the step without

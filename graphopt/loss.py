@@ -27,15 +27,9 @@ def scalar_loss(output: Any, loss: LossFunction | None = None) -> tuple[Tensor, 
     Raises:
         ImportanceError: no output requires a gradient.
     """
-    if loss is not None:
-        return loss(output), "the given loss"
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if own is None and isinstance(output, (tuple, list)) and output:
-        own = output[0]
-    if own is None:
-        own = output
-    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
-        return own.sum(), "the model's own loss"
+    own = own_loss(output, loss)
+    if own is not None:
+        return own, "the model's own loss" if loss is None else "the given loss"
     outputs = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not outputs:
         raise ImportanceError("the model's output does not require a gradient: pass labels, or loss=.")
@@ -43,3 +37,21 @@ def scalar_loss(output: Any, loss: LossFunction | None = None) -> tuple[Tensor, 
     probes = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
     total = torch.stack([(t * probe).sum().float() for t, probe in zip(outputs, probes, strict=True)]).sum()
     return total, "sensitivity of the outputs (no scalar loss among them: pass loss= for the real one)"
+
+
+def own_loss(output: Any, loss: LossFunction | None = None) -> Tensor | None:
+    """The scalar that `loss` makes of a model's output, or that it holds itself; None where there is none.
+
+    Args:
+        output, loss: see `scalar_loss`.
+    """
+    if loss is not None:
+        return loss(output)
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if own is None and isinstance(output, (tuple, list)) and output:
+        own = output[0]
+    if own is None:
+        own = output
+    if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
+        return own.sum()
+    return None

@@ -24,7 +24,7 @@ from graphopt.planner.importance import Metric
 if TYPE_CHECKING:
     from graphopt.planner.plan import Plan
 
-Rule = Literal["capacity", "greentrainer"]
+Rule = Literal["steepness", "capacity", "greentrainer"]
 """By what tensors are selected; see `GreenTrainer`."""
 
 
@@ -35,13 +35,15 @@ class GreenTrainer(Technique):
     Attributes:
         train: names of the parameters to train. None: the planner selects them under `Budget(flops=...)`, or
             fewer than all where `Budget(memory=...)` leaves no other way.
-        rule: what the planner maximises in sum. "capacity": values by place and size, which need no gradients (see
+        rule: what the planner maximises in sum. "steepness": values by place and size, to which the norms of one batch's
+            gradients add where the loss is far steeper than elsewhere; by place and size alone where the model has no loss,
+            memory is limited, or gradients are not finite. "capacity": by place and size, which needs no gradients (see
             `graphopt.planner.capacity`). "greentrainer": the importance that is published, from one batch's gradients.
         metric: of `rule="greentrainer"`.
     """
 
     train: tuple[str, ...] | None = None
-    rule: Rule = "capacity"
+    rule: Rule = "steepness"
     metric: Metric = "loss"
     name = "greentrainer"
     preserves = Preserves.EXACT

@@ -76,6 +76,11 @@ def ours(problem: Problem) -> list[int]:
     return _planned(problem, "auto")
 
 
+def by_place(problem: Problem) -> list[int]:
+    """By place and size alone, without gradients."""
+    return _planned(problem, [graphopt.passes.GreenTrainer(rule="capacity")])
+
+
 def published(problem: Problem) -> list[int]:
     """GreenTrainer's importance, by AdamW's next step on one batch, with exact costs."""
     return _planned(problem, [graphopt.passes.GreenTrainer(rule="greentrainer")])
@@ -107,6 +112,7 @@ RULES: dict[str, Callable[[Problem], list[int]]] = {
     "biases and norms first": _simple(small_first),
     "rotation": _random,
     "greentrainer": published,
+    "place and size": by_place,
 }
 
 

@@ -27,7 +27,7 @@ from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan, resolve_passes
-from graphopt.planner.rating import measures_gradients
+from graphopt.planner.rating import rule_of, without_gradients
 from graphopt.runtime.disabled import switched_off
 
 logger = logging.getLogger(__name__)
@@ -67,12 +67,12 @@ def graphopt_backend(
 
 
 def _usable(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
-    """The passes that need nothing but a graph.
+    """The passes that need nothing but a graph; tensors are selected by place and size alone.
 
     Raises:
         PassError: the caller has named another.
     """
-    if measures_gradients(passes):
+    if rule_of(passes) == "greentrainer":
         raise PassError("greentrainer's own rule takes a batch's gradients, which torch.compile does not show: use optimize().")
     inexact = [p for p in passes if p.preserves is not Preserves.EXACT]
     if inexact and not auto:
@@ -81,7 +81,7 @@ def _usable(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
             f"{inexact[0].name} needs {needs}, which torch.compile cannot hand out: use graphopt.optimize()"
             + (" and opt.make_optimizer()." if inexact[0].preserves is Preserves.PROJECTED else ".")
         )
-    return tuple(p for p in passes if p not in inexact)
+    return without_gradients([p for p in passes if p not in inexact])
 
 
 def _planned(

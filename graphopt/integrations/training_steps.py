@@ -22,7 +22,7 @@ from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.integrations.diverted import Diverted
 from graphopt.passes.vcas import ROWS, Vcas
-from graphopt.planner.rating import measures_gradients
+from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.plain_values import from_plain, to_plain
@@ -188,7 +188,7 @@ class TrainingSteps:
         if not isinstance(opt, OptimizedModule):  # graphopt is switched off
             self._gave_up = True
             return None
-        self.savings.overhead += _rating_steps(opt)
+        self.savings.overhead += float(_measured(opt))
         self.opt = opt
         return opt
 
@@ -223,7 +223,7 @@ class TrainingSteps:
             with self.as_in_training():
                 if reselect:
                     self.opt.reselect(self._batch, self.optimizer)
-                    self.savings.overhead += _rating_steps(self.opt)
+                    self.savings.overhead += float(rule_of(self.opt.plan.passes) == "greentrainer" and _measured(self.opt))
                 if merges:
                     self.opt.recheck_merges()
                 if self.opt.controller is not None:
@@ -261,9 +261,12 @@ class TrainingSteps:
         return found
 
 
-def _rating_steps(opt: OptimizedModule) -> float:
-    """What rating tensors took, in steps of full training."""
-    return float(opt.plan.selection is not None and measures_gradients(opt.plan.passes))
+def _measured(opt: OptimizedModule) -> bool:
+    """Whether tensors were rated by gradients, which takes a step of full training at most."""
+    plan = opt.plan
+    if plan.selection is None or plan.importance is None:
+        return False
+    return rule_of(plan.passes) == "greentrainer" or bool(plan.importance.norms)
 
 
 def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -11,7 +11,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -31,10 +31,12 @@ class Importance:
     Attributes:
         values: may be negative (the step would raise the loss); 0 for tensors that were not rated.
         source: what it was computed from, for the report.
+        norms: of the gradients that were measured for it, by parameter name.
     """
 
     values: dict[str, float]
     source: str
+    norms: dict[str, float] = field(default_factory=dict)
 
     def of(self, names: Iterable[str]) -> float:
         """Of these together; to the last bit the same in whatever order they come, as sets have none."""

@@ -22,7 +22,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
-from graphopt.planner.rating import rate_tensors
+from graphopt.planner.rating import rate_tensors, without_gradients
 
 
 def make_plan(
@@ -45,6 +45,8 @@ def make_plan(
         auto: passes that have nothing to do are left out.
     """
     left_out = {n: why for n, make in BY_NAME.items() if isinstance(why := make.wanted(budget), str)} if auto else {}
+    if budget.memory is not None:
+        passes = without_gradients(passes)  # a full backward may be just what does not fit
     plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer), not_needed=left_out)
     planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, mixing)
     for rewrite in passes:

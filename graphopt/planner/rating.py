@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 from torch import nn
 
 from graphopt.analysis.flops import FlopProfile
-from graphopt.errors import ImportanceError
+from graphopt.errors import ImportanceError, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import GreenTrainer, Pass
 from graphopt.planner.capacity import capacity
+from graphopt.planner.gradient_norms import gradient_norms
 from graphopt.planner.importance import Importance, holds, measure_importance
+
+logger = logging.getLogger(__name__)
 
 
 def rate_tensors(
@@ -28,20 +32,32 @@ def rate_tensors(
     reachable: Collection[str],
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
+    earlier: Importance | None = None,
 ) -> Importance:
-    """What training each parameter is worth, by the rule of the pass that selects; by its default without one.
+    """What training each parameter is worth, by the rule of the pass that selects; by place and size without one.
 
     Args:
         reachable: those that the budget can reach. Where rating takes gradients, only these are rated.
         graph, profile: of a training step on that batch.
         args, kwargs, optimizer, loss: see `measure_importance`. Tensors that an optimizer does not hold are worth 0.
+        earlier: rating of the same model, whose gradients the default rule uses again.
     Raises:
         ImportanceError: see `measure_importance`; or the optimizer holds none of the tensors.
     """
-    if measures_gradients(passes):
+    rule = rule_of(passes)
+    if rule == "greentrainer":
         metric = next(p.metric for p in passes if isinstance(p, GreenTrainer))
         return measure_importance(model, args, kwargs, reachable, optimizer, loss, metric)
-    rated = capacity(graph, profile)
+    rated, untold = capacity(graph, profile), ""
+    if rule == "steepness":
+        norms = earlier.norms if earlier is not None else {}
+        try:
+            if earlier is None:
+                norms = gradient_norms(model, args, kwargs, reachable, loss)
+        except (ImportanceError, RuntimeError) as error:  # too little memory, too: what follows needs no gradients
+            untold = f"; gradients do not count: {first_line(error)}"
+        rated = capacity(graph, profile, norms=norms)
+    rated = replace(rated, source=rated.source + untold)
     if optimizer is None:
         return rated
     parameters = dict(model.named_parameters())
@@ -51,6 +67,11 @@ def rate_tensors(
     return replace(rated, values=values)
 
 
-def measures_gradients(passes: Sequence[Pass]) -> bool:
-    """Whether rating takes the forward and backward of a batch."""
-    return any(isinstance(p, GreenTrainer) and p.rule == "greentrainer" for p in passes)
+def rule_of(passes: Sequence[Pass]) -> str:
+    """The rule by which these passes select; that which needs nothing but a graph where none of them does."""
+    return next((p.rule for p in passes if isinstance(p, GreenTrainer)), "capacity")
+
+
+def without_gradients(passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """The passes, of which the default rule measures no gradients."""
+    return tuple(replace(p, rule="capacity") if isinstance(p, GreenTrainer) and p.rule == "steepness" else p for p in passes)

@@ -332,7 +332,7 @@ class OptimizedModule(nn.Module):
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Rate tensors again and change the selection if that gains enough.
 
-        The default rule rates by structure alone: only where tensors were frozen or unfrozen does its selection change.
+        The default rule measures no gradients again: only where tensors were frozen or unfrozen does its selection change.
 
         Args:
             batch: what the model is called with: a tuple, or a dict with labels.
@@ -371,6 +371,10 @@ class OptimizedModule(nn.Module):
     def decide(self, name: str, decision: Decision) -> None:
         """Put a technique's decision in force."""
         self.__dict__["_plan"] = self._plan.decided(name, decision)
+
+    def adopt(self, plan: Plan) -> None:
+        """Put a plan in force for the same captured graph, such as with another selection."""
+        self._install(plan, self._graph, self.__dict__["_profile"])
 
     def sampled_flops(self, plan: Plan, batch: Any) -> float:
         """FLOPs of a step of `batch` under a plan, as a part of those without sampling."""

@@ -106,7 +106,8 @@ def select_anew(
     except Exception as error:  # training never dies of an optimisation
         return _kept(error, start)
     try:
-        importance = rate_tensors(now.plan.passes, now.model, args, kwargs, graph, profile, names, optimizer, now.loss)
+        plan, model = now.plan, now.model
+        importance = rate_tensors(plan.passes, model, args, kwargs, graph, profile, names, optimizer, now.loss, plan.importance)
         selection = limit.select(importance)
         known = frozenset(profile.order)
         within = now.selected <= known and limit.step_flops(now.selected) <= limit.most

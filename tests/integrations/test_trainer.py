@@ -91,7 +91,7 @@ class Report(transformers.TrainerCallback):
         self.logs.append(dict(logs))
 
 
-@pytest.mark.parametrize(("passes", "measurements"), [("auto", 0), ([GreenTrainer(rule="greentrainer")], 3)])
+@pytest.mark.parametrize(("passes", "measurements"), [("auto", 1), ([GreenTrainer(rule="greentrainer")], 3)])
 def test_a_flops_budget_selects_anew_every_epoch_and_logs_what_it_saves(
     tmp_path: Path, monkeypatch: Any, passes: Any, measurements: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a tensor is worth by its place and size; which rule rates, and that the plan then keeps to its budget."""
+"""What a tensor is worth by place, size and gradient; which rule rates, and that the plan then keeps to its budget."""
 
 from __future__ import annotations
 
@@ -89,6 +89,28 @@ def test_weights_need_not_exist() -> None:
     assert rated(model.to("meta"), {name: tensor.to("meta") for name, tensor in inputs.items()}) == real
 
 
+def with_norms(norms: dict[str, float], output: float = 10.0) -> dict[str, float]:
+    """Values of the perceptron's tensors, with no regard to kind, where a gradient twice the median adds a matrix's value."""
+    model, inputs = zoo.make("mlp")
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=2.0), norms).values
+
+
+def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
+    norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 5.0, "third.weight": 1e6}  # the output's is no measure
+    expected = {"first.weight": 1 + 0.75**6, "second.weight": 1 + 0.25**6, "first.bias": 1 + 1.25**6, "third.weight": 10 + 10}
+    values = with_norms(norms)
+    assert {n: values[n] / values["second.bias"] for n in expected} == pytest.approx(expected)
+    assert with_norms({n: 1e-6 * norm for n, norm in norms.items()}) == pytest.approx(values)
+    assert with_norms({**norms, "first.bias": 1e200}) == pytest.approx({**values, "first.bias": 11 * values["second.bias"]})
+
+
+@pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
+def test_without_the_gradient_of_a_matrix_place_and_size_alone_count(norms: dict[str, float]) -> None:
+    assert set(with_norms(norms, 1.0).values()) == {1.0}
+
+
 # Which rule rates.
 
 
@@ -151,15 +173,64 @@ def test_the_published_rule_measures_what_the_optimizers_next_step_does(metric: 
     assert ("metric" in found.source) == (metric != "loss")
 
 
-def test_without_a_pass_and_by_default_tensors_are_rated_by_place_and_size() -> None:
+def test_without_a_pass_tensors_are_rated_by_place_and_size_and_by_default_by_gradients_too() -> None:
     model, inputs = zoo.make("mlp")
-    by_capacity = rated(model, inputs)
-    assert rate(model, inputs).values == rate(model, inputs, None, GreenTrainer()).values == by_capacity
-    assert rate(model, inputs, None, GreenTrainer(rule="greentrainer")).values != by_capacity
+    by_capacity, found = rated(model, inputs), rate(model, inputs, None, GreenTrainer())
+    assert rate(model, inputs).values == rate(model, inputs, None, GreenTrainer(rule="capacity")).values == by_capacity
+    zoo.loss_of(zoo.call(model, inputs)).backward()
+    norms = {n: float(p.grad.norm()) for n, p in model.named_parameters() if p.grad is not None}
+    assert found.norms == pytest.approx(norms)
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    assert found.values == pytest.approx(capacity(analysis.graph, analysis.flops, norms=norms).values)
+    assert found.values != by_capacity != rate(model, inputs, None, GreenTrainer(rule="greentrainer")).values
+
+
+class Outputs(nn.Module):
+    """A model that leaves the loss to its caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers(x)
+        return output
+
+
+def test_where_gradients_cannot_be_measured_they_do_not_count_and_the_report_says_why() -> None:
+    model, (x, labels) = zoo.make("mlp")
+    found = rate(model, (x * math.nan, labels), None, GreenTrainer())
+    assert found.values == rated(model, (x, labels))
+    assert "NaN" in found.source
+    silent = (torch.randn(4, 6),)
+    found = rate(Outputs(), silent, None, GreenTrainer())
+    assert found.values == rated(Outputs(), silent)
+    assert "loss=" in found.source
+    opt = graphopt.optimize(Outputs(), silent, 0.75, backend="aot_eager", loss=lambda output: output.square().mean())
+    assert "gradient" in opt.report.selection.rule
+    assert "do not count" not in opt.report.selection.rule
+
+
+def test_under_a_limit_on_memory_no_gradient_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.planner.rating.gradient_norms", None)
+    model, inputs = zoo.make("mlp")
+    opt = graphopt.optimize(model, inputs, graphopt.Budget(flops=0.75, memory="1GB"), backend="aot_eager")
+    assert (
+        opt.report.selection.rule
+        == graphopt.optimize(model, inputs, 0.75, [GreenTrainer(rule="capacity")], "aot_eager").report.selection.rule
+    )
+
+
+def test_the_same_gradients_count_when_tensors_are_selected_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, labels) = zoo.make("mlp")
+    opt = graphopt.optimize(model, (x, labels), 0.75, backend="aot_eager")
+    monkeypatch.setattr("graphopt.planner.rating.gradient_norms", None)
+    assert opt.reselect((x * 100, labels), tolerance=0.0).gain == 0.0
 
 
 def test_rules_and_metrics_that_do_not_exist_are_refused_with_those_that_do() -> None:
-    with pytest.raises(PassError, match="rule='topmost' is unknown. Use one of capacity, greentrainer."):
+    with pytest.raises(PassError, match="rule='topmost' is unknown. Use one of steepness, capacity, greentrainer."):
         GreenTrainer(rule="topmost")  # type: ignore[arg-type]
     with pytest.raises(PassError, match="metric='hessian' is unknown. Use one of loss, update, gradient."):
         GreenTrainer(rule="greentrainer", metric="hessian")  # type: ignore[arg-type]
@@ -169,9 +240,25 @@ def test_rules_and_metrics_that_do_not_exist_are_refused_with_those_that_do() ->
 
 
 def chosen(model: nn.Module, inputs: Any, flops: float) -> graphopt.OptimizedModule:
-    opt = graphopt.optimize(model, inputs, budget=flops, backend="aot_eager")
+    opt = graphopt.optimize(model, inputs, flops, [GreenTrainer(rule="capacity")], backend="aot_eager")
     assert isinstance(opt, graphopt.OptimizedModule)
     return opt
+
+
+@given(st.floats(0.7, 0.8))
+@settings(max_examples=5)
+def test_where_the_loss_is_steepest_at_the_input_the_first_layer_is_trained_instead_of_many_others(flops: float) -> None:
+    torch.manual_seed(0)
+    model, inputs = Blocks(list("abcdefgh")), (torch.randn(16, 6), torch.randint(0, 3, (16,)))
+    with torch.no_grad():
+        model.parts["a"].weight.mul_(0.01)
+    steep = (inputs[0] * 100, inputs[1])
+    trained = {
+        rule: graphopt.optimize(model, steep, flops, [GreenTrainer(rule=rule)], "aot_eager") for rule in ("steepness", "capacity")
+    }
+    assert all(opt.report.flops_ratio <= flops for opt in trained.values())
+    assert "parts.a.weight" in trained["steepness"].selected
+    assert "parts.a.weight" not in trained["capacity"].selected
 
 
 @given(st.floats(0.45, 0.99), st.integers(0, 100))

@@ -1,0 +1,60 @@
+"""How steep the loss of one batch is in each tensor: the L2 norm of its gradient."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.calls import flatten_call
+from graphopt.capture import no_generation_cache, unchanged_draws
+from graphopt.compat import pytree
+from graphopt.errors import ImportanceError, first_line
+from graphopt.loss import LossFunction, own_loss
+
+
+def gradient_norms(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str], loss: LossFunction | None = None
+) -> dict[str, float]:
+    """The L2 norm of the gradient of each of the parameters `names`, for one batch.
+
+    Forward and backward run on a copy with the same weights, and the backward stops at the deepest of `names`: parameters,
+    `.grad`, buffers, attributes and random streams stay as they are, and no hook on a parameter is called.
+
+    Args:
+        args, kwargs: the batch, as the model is called with it, labels included.
+        loss: scalar from the model's output; by default the output's own.
+    Returns:
+        By name; 0 for parameters that the loss does not depend on.
+    Raises:
+        ImportanceError: the model cannot be copied, has no loss, or a gradient is not finite.
+    """
+    try:
+        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter}
+        own: nn.Module = copy.deepcopy(model, shared)
+    except Exception as error:
+        raise ImportanceError(f"the model cannot be copied ({first_line(error)}).") from error
+    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
+    parameters = {n: p for n, p in own.named_parameters() if n in set(names)}
+    tensors = [*model.parameters(), *flatten_call(args, kwargs).tensors]
+    with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
+        value = own_loss(own(*args, **kwargs), loss)
+        if value is None:
+            raise ImportanceError("the model returns no loss: pass loss= to have its gradient count.")
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    norms = {name: _norm(gradient) for name, gradient in zip(parameters, gradients, strict=True)}
+    bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+    if bad is not None:
+        raise ImportanceError(f"the gradient of {bad} is NaN or infinite.")
+    return norms
+
+
+def _norm(gradient: Tensor | None) -> float:
+    if gradient is None:
+        return 0.0
+    dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+    return float(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))
