@@ -161,8 +161,20 @@ def _trace(
         if not symbols:
             raise compat.BatchSpecialised("some inputs' batch became a constant")
     graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
+    if static_reason is not None:  # inputs that nothing reads have symbols all the same
+        graph.sizes = _sizes(graph, tensors)
     normalise(graph)
     return graph
+
+
+def _sizes(graph: TrainingGraph, tensors: Sequence[Tensor]) -> dict[sympy.Symbol, int]:
+    """The sizes of the example by symbol."""
+    found: dict[sympy.Symbol, int] = {}
+    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+        if desc.kind == "input":
+            sizes = zip(node.meta["val"].shape, tensors[desc.target].shape, strict=True)
+            found |= {s: own for size, own in sizes if (s := compat.expression(size)).is_Symbol}
+    return found
 
 
 _NO_GRADIENT = (

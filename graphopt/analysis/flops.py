@@ -74,7 +74,10 @@ class FlopProfile:
             InputError: the graph is static and `batch` is not the captured one.
         """
         if not self.symbolic and batch != self.batch_size:
-            raise InputError(f"the model fixes the batch size to {self.batch_size}: analyse it again with {batch} samples.")
+            raise InputError(
+                f"these FLOPs are of {self.batch_size} samples alone: graphopt.analyze(...).flops has formulas, unless the "
+                "model fixes the batch size; then analyse it with the batch that you ask for."
+            )
         if batch < 1:
             raise InputError(f"batch must be at least 1, not {batch}.")
         return FlopProfile(batch, self.forward_formula, self.order, self.class_formulas, self.rows, self.symbolic)

@@ -18,7 +18,12 @@ from graphopt.loss import LossFunction, own_loss
 
 
 def gradient_norms(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str], loss: LossFunction | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: Collection[str],
+    loss: LossFunction | None = None,
+    shared: bool = False,
 ) -> dict[str, float]:
     """The L2 norm of the gradient of each of the parameters `names`, for one batch.
 
@@ -28,14 +33,16 @@ def gradient_norms(
     Args:
         args, kwargs: the batch, as the model is called with it, labels included.
         loss: scalar from the model's output; by default the output's own.
+        shared: the copy shares the weights' memory, which forward is known not to write to.
     Returns:
         By name; 0 for parameters that the loss does not depend on.
     Raises:
         ImportanceError: the model cannot be copied, has no loss, or a gradient is not finite.
     """
     try:
-        shared = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter}
-        own: nn.Module = copy.deepcopy(model, shared)
+        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+        held = {id(p): nn.Parameter(p.detach() if shared else p.detach().clone(), p.requires_grad) for p in plain}
+        own: nn.Module = copy.deepcopy(model, held)
     except Exception as error:
         raise ImportanceError(f"the model cannot be copied ({first_line(error)}).") from error
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))

@@ -53,7 +53,7 @@ def rate_tensors(
         norms = earlier.norms if earlier is not None else {}
         try:
             if earlier is None:
-                norms = gradient_norms(model, args, kwargs, reachable, loss)
+                norms = gradient_norms(model, args, kwargs, reachable, loss, shared=_writes_to_no_weight(graph))
         except (ImportanceError, RuntimeError) as error:  # too little memory, too: what follows needs no gradients
             untold = f"; gradients do not count: {first_line(error)}"
         rated = capacity(graph, profile, norms=norms)
@@ -65,6 +65,12 @@ def rate_tensors(
     if not any(values[name] for name in reachable):
         raise ImportanceError("the optimizer holds none of the tensors that the budget can reach: pass the one that trains them.")
     return replace(rated, values=values)
+
+
+def _writes_to_no_weight(graph: TrainingGraph) -> bool:
+    """Whether forward is known to leave parameters as they are; of a model of several graphs it is not."""
+    written = {desc.target.kind for desc in graph.outputs if desc.kind == "mutation"}
+    return graph.out_spec is not None and "parameter" not in written
 
 
 def rule_of(passes: Sequence[Pass]) -> str:

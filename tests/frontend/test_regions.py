@@ -79,7 +79,8 @@ def test_steps_of_several_parts_are_exact_and_within_the_budget(breaks: tuple[in
 
 
 def test_a_break_changes_neither_the_selection_nor_what_a_step_costs() -> None:
-    one, several = (graphopt.optimize(Stack(breaks), batch(0), 0.6, backend="aot_eager") for breaks in ((), (1, 3)))
+    rule = [GreenTrainer(rule="capacity")]  # gradients differ in the last bits, which decides between equal tensors
+    one, several = (graphopt.optimize(Stack(breaks), batch(0), 0.6, rule, "aot_eager") for breaks in ((), (1, 3)))
     assert one.selected == several.selected
     assert one.report.flops_ratio == pytest.approx(several.report.flops_ratio)
 
@@ -219,8 +220,9 @@ def untraced(x: Tensor) -> Tensor:
 
 def test_tensors_that_are_made_between_parts_are_unknown_and_keep_their_gradient() -> None:
     recording = record(Between(), batch(0), {}, 0, "a part is never traced")
-    assert any(desc.kind == "slot" for desc in recording.graph.outputs)  # a gradient that is always needed
-    for budget in (None, 0.6, 0.8):
+    kinds = [(desc.kind, desc.target.kind) for desc in recording.graph.outputs if desc.kind == "gradient"]
+    assert ("gradient", "input") in kinds  # it is always needed
+    for budget in (None, 0.65, 0.8):
         assert_steps_as_in_eager(Between(), batch(9), call, budget)
     opt = assert_steps_as_in_eager(Between(), batch(9), call, 1.0, passes=[GreenTrainer(train=("first.weight",))])
     assert opt.selected == {"first.weight"}

@@ -56,7 +56,7 @@ def test_the_operator_is_registered_and_its_flops_are_counted() -> None:
 _KERNEL = """
 import torch
 from graphopt.ops.sparse_triton import combine_rows
-from tests.passes.lsp.test_sparse import DTYPES, dense, operands
+from tests.ops.test_sparse import DTYPES, dense, operands
 for dtype in DTYPES:
     for shape in ((8, 600, 5, 4), (3, 1, 2, 1), (4, 0, 3, 2)):
         table, indices, weights = operands(*shape, dtype)
