@@ -9,12 +9,10 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
@@ -25,10 +23,9 @@ from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
 from graphopt.frontend.outputs import detached, reattached
 from graphopt.frontend.region import tensor_names
+from graphopt.frontend.step import RegionStep
 from graphopt.frontend.values import Supplier, Values
-from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend
-from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
@@ -47,82 +44,6 @@ FIRST_CALLS = 4
 
 PLANS = 16
 """Plans whose compiled graphs are kept."""
-
-
-@dataclass(frozen=True)
-class RegionStep:
-    """A training step, as the regions that ran in it.
-
-    Attributes:
-        plan: that they were compiled under.
-        regions: in the order in which they ran.
-        seconds: see `Lowered.seconds`.
-    """
-
-    plan: Plan
-    regions: tuple[CompiledRegion, ...]
-    seconds: deque[float]
-
-    @property
-    def sampled_part(self) -> float:
-        """FLOPs as a part of those with every row kept."""
-        return min((region.sampled_part for region in self.regions), default=1.0)
-
-    @property
-    def graph(self) -> TrainingGraph:
-        """The joint graph with the most operators, which is the only one where there is no graph break."""
-        graphs = [graph for region in self.regions if (graph := region.graph_of_last_run()) is not None]
-        return max(graphs, key=lambda graph: len(graph.graph.nodes))
-
-    @property
-    def reports(self) -> tuple[PassReport, ...]:
-        """What each pass did, in all regions together."""
-        merged: dict[str, PassReport] = {}
-        for region in self.regions:
-            for report in region.reports:
-                merged[report.name] = _together(merged[report.name], report) if report.name in merged else report
-        return tuple(merged.values())
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return any(draws(node) for r in self.regions if r.graph is not None for node in r.graph.graph.nodes)
-
-    @property
-    def compile_seconds(self) -> float:
-        """Of all regions."""
-        return sum(region.compile_seconds for region in self.regions)
-
-    @property
-    def rewrite_seconds(self) -> float:
-        """Of all regions."""
-        return sum(region.rewrite_seconds for region in self.regions)
-
-    @property
-    def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:
-        """Forward and backward of every region that has a backward."""
-        for region in self.regions:
-            if region.halves is None and region.again is not None:
-                region.again()
-        return tuple(region.halves for region in self.regions if region.halves is not None)
-
-
-def _together(a: PassReport, b: PassReport) -> PassReport:
-    changes = replace(
-        a.changes,
-        changed=(*a.changes.changed, *b.changes.changed),
-        left_alone={**a.changes.left_alone, **b.changes.left_alone},
-        nodes_removed=a.changes.nodes_removed + b.changes.nodes_removed,
-    )
-    return replace(
-        a,
-        changes=changes,
-        step_flops_before=a.step_flops_before + b.step_flops_before,
-        step_flops_after=a.step_flops_after + b.step_flops_after,
-        saved_bytes_before=a.saved_bytes_before + b.saved_bytes_before,
-        saved_bytes_after=a.saved_bytes_after + b.saved_bytes_after,
-        choices=(*a.choices, *b.choices),
-    )
 
 
 class Running:

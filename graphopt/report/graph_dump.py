@@ -22,7 +22,7 @@ from graphopt.report.picture import block_picture
 from graphopt.report.summary import Report
 
 if TYPE_CHECKING:
-    from graphopt.frontend.running import RegionStep
+    from graphopt.frontend.step import RegionStep
 
 
 def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> list[Path]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphopt.frontend.running import RegionStep
+from graphopt.frontend.step import RegionStep
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 from graphopt.planner.step_time import step_seconds

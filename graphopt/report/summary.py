@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.flops import FlopProfile
-from graphopt.frontend.running import RegionStep
+from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Preserves, Vcas
 from graphopt.passes.lsp.choose import CompressionChoice

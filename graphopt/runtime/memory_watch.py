@@ -10,7 +10,7 @@ import torch
 from graphopt import compat
 from graphopt.calls import FlatInputs, batch_size_of
 from graphopt.errors import InputError, first_line
-from graphopt.frontend.running import RegionStep
+from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 
 logger = logging.getLogger(__name__)

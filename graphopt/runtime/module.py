@@ -20,7 +20,8 @@ from graphopt.calls import as_call, flatten_call
 from graphopt.compat.dynamo import cause_of
 from graphopt.errors import GraphoptError, first_line
 from graphopt.frontend.recording import Recording, record
-from graphopt.frontend.running import RegionStep, Running
+from graphopt.frontend.running import Running
+from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes.lsp.optimizer import OptimizerType, SubspaceOptimizer

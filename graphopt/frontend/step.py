@@ -1,0 +1,91 @@
+"""A training step, as the parts of the model that ran in it."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from graphopt.frontend.backend import CompiledRegion
+from graphopt.graph import TrainingGraph
+from graphopt.passes import PassReport
+from graphopt.planner.plan import Plan
+from graphopt.runtime.draws import draws
+
+
+@dataclass(frozen=True)
+class RegionStep:
+    """A training step, as the regions that ran in it.
+
+    Attributes:
+        plan: that they were compiled under.
+        regions: in the order in which they ran.
+        seconds: see `Lowered.seconds`.
+    """
+
+    plan: Plan
+    regions: tuple[CompiledRegion, ...]
+    seconds: deque[float]
+
+    @property
+    def sampled_part(self) -> float:
+        """FLOPs as a part of those with every row kept."""
+        return min((region.sampled_part for region in self.regions), default=1.0)
+
+    @property
+    def graph(self) -> TrainingGraph:
+        """The joint graph with the most operators, which is the only one where there is no graph break."""
+        graphs = [graph for region in self.regions if (graph := region.graph_of_last_run()) is not None]
+        return max(graphs, key=lambda graph: len(graph.graph.nodes))
+
+    @property
+    def reports(self) -> tuple[PassReport, ...]:
+        """What each pass did, in all regions together."""
+        merged: dict[str, PassReport] = {}
+        for region in self.regions:
+            for report in region.reports:
+                merged[report.name] = _together(merged[report.name], report) if report.name in merged else report
+        return tuple(merged.values())
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(draws(node) for r in self.regions if r.graph is not None for node in r.graph.graph.nodes)
+
+    @property
+    def compile_seconds(self) -> float:
+        """Of all regions."""
+        return sum(region.compile_seconds for region in self.regions)
+
+    @property
+    def rewrite_seconds(self) -> float:
+        """Of all regions."""
+        return sum(region.rewrite_seconds for region in self.regions)
+
+    @property
+    def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:
+        """Forward and backward of every region that has a backward."""
+        for region in self.regions:
+            if region.halves is None and region.again is not None:
+                region.again()
+        return tuple(region.halves for region in self.regions if region.halves is not None)
+
+
+def _together(a: PassReport, b: PassReport) -> PassReport:
+    changes = replace(
+        a.changes,
+        changed=(*a.changes.changed, *b.changes.changed),
+        left_alone={**a.changes.left_alone, **b.changes.left_alone},
+        nodes_removed=a.changes.nodes_removed + b.changes.nodes_removed,
+    )
+    return replace(
+        a,
+        changes=changes,
+        step_flops_before=a.step_flops_before + b.step_flops_before,
+        step_flops_after=a.step_flops_after + b.step_flops_after,
+        saved_bytes_before=a.saved_bytes_before + b.saved_bytes_before,
+        saved_bytes_after=a.saved_bytes_after + b.saved_bytes_after,
+        choices=(*a.choices, *b.choices),
+    )
