@@ -309,6 +309,18 @@ def fake_copy(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, l
     return copy.deepcopy(model, memo), inputs
 
 
+def twin(model: nn.Module, shared: bool = False) -> nn.Module:
+    """A copy of a model without its gradients and the hooks on its parameters.
+
+    Args:
+        shared: it has its parameters' memory in common with the model.
+    """
+    plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+    held = {id(p): nn.Parameter(p.detach() if shared else p.detach().clone(), p.requires_grad) for p in plain}
+    own: nn.Module = copy.deepcopy(model, held)
+    return own
+
+
 @contextlib.contextmanager
 def unchanged_rng(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Leave the random state of the CPU and of the tensors' devices as it was."""

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, flatten_call
-from graphopt.capture import no_generation_cache, unchanged_draws
+from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import cause_of
 from graphopt.compat.inductor import eager_draws
 from graphopt.errors import first_line
-from graphopt.frontend.recording import twin
 from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss

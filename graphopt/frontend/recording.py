@@ -7,7 +7,6 @@ analyses and planner see one training step.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import TRACING, no_generation_cache, unchanged_draws
+from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
 from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import compiled_by, differentiates, is_restart, joint_graph, statically
 from graphopt.compat.graph_modules import copied, graph_module
@@ -151,13 +150,6 @@ def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """A copy of a model without its gradients and the hooks on its parameters."""
-    plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-    own: nn.Module = copy.deepcopy(model, {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in plain})
-    return own
-
-
 def _without_side_effects(model: nn.Module) -> nn.Module:
     """A copy of a model; the model itself where it has none."""
     try:
@@ -193,6 +185,7 @@ class _Joined:
         self.root = nn.Module()
         self._returned = {id(value) for value in returned}
         self._placeholders: dict[Any, fx.Node] = {}
+        self._descs: dict[fx.Node, InputDesc] = {}
         self._made: dict[int, fx.Node] = {}
         self._gradients: dict[int, list[fx.Node]] = {}
         self._leaf_gradients: dict[InputDesc, list[fx.Node]] = {}
@@ -215,7 +208,7 @@ class _Joined:
             node = self.graph.placeholder(f"input_{len(self.inputs)}")
             node.meta = {"val": like.meta["val"]}
             self.inputs.append(desc)
-            self._placeholders[key] = node
+            self._placeholders[key], self._descs[node] = node, desc
         return self._placeholders[key]
 
     def _hold_inputs(self, regions: Sequence[RecordedRegion]) -> None:
@@ -308,6 +301,7 @@ class _Joined:
         for node in graph.graph.nodes:
             if node not in mapping and node.op not in ("placeholder", "output"):
                 self._copy(node, region, mapping)
+        places = dict(zip(graph.inputs, graph.placeholders, strict=True))
         for returned, result in zip(graph.outputs, graph.results, strict=True):
             if returned.kind != "gradient" or not isinstance(result, fx.Node):
                 continue
@@ -317,9 +311,8 @@ class _Joined:
             elif isinstance(value, Tensor) and id(value) in self._made:
                 self._gradients.setdefault(id(value), []).append(mapping[result])
             else:  # of an input of the caller's, or of what was computed between regions: always needed
-                held = self._placeholders["input", id(value)] if isinstance(value, Tensor) else None
-                position = len(self.inputs) if held is None else list(self._placeholders.values()).index(held)
-                self._leaf_gradients.setdefault(InputDesc("input", position), []).append(mapping[result])
+                own = self._descs[mapping[places[returned.target]]] if returned.target in places else returned.target
+                self._leaf_gradients.setdefault(own, []).append(mapping[result])
 
     def _laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A tensor in the memory layout with which the next region was traced: what it does with views depends on that."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.calls import flatten_call
-from graphopt.capture import no_generation_cache, unchanged_draws
+from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
 from graphopt.errors import ImportanceError, first_line
 from graphopt.loss import LossFunction, own_loss
@@ -40,13 +39,12 @@ def gradient_norms(
         ImportanceError: the model cannot be copied, has no loss, or a gradient is not finite.
     """
     try:
-        plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-        held = {id(p): nn.Parameter(p.detach() if shared else p.detach().clone(), p.requires_grad) for p in plain}
-        own: nn.Module = copy.deepcopy(model, held)
+        own = twin(model, shared)
     except Exception as error:
         raise ImportanceError(f"the model cannot be copied ({first_line(error)}).") from error
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
-    parameters = {n: p for n, p in own.named_parameters() if n in set(names)}
+    wanted = set(names)
+    parameters = {n: p for n, p in own.named_parameters() if n in wanted}
     tensors = [*model.parameters(), *flatten_call(args, kwargs).tensors]
     with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
         value = own_loss(own(*args, **kwargs), loss)
