@@ -40,9 +40,8 @@ from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import Pass, Preserves
+from graphopt.passes import BY_NAME, Pass, Preserves
 from graphopt.passes.technique import technique
-from graphopt.passes.vcas.controller import IdleController
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.joint_plan import default_compression
@@ -129,8 +128,9 @@ def optimize(
                 opt.note(told)
     for rewrite in plan.passes:
         technique(rewrite).start(opt)
-    if budget.variance is not None and opt.controller is None:  # the plan does without sampling
-        opt.control(IdleController())
+    for name, kind in BY_NAME.items():
+        if all(p.name != name for p in plan.passes):
+            kind.stand_in(opt)
     if verify:
         with _training_mode(model):
             difference = opt.first_difference(args, kwargs)

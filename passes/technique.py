@@ -114,6 +114,16 @@ class Technique:
         """The graph after `apply`, with what else a running step needs."""
         return graph
 
+    def inseparable(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
+        """Why it cannot leave out rows of a graph's backward; "" if it can, or never does.
+
+        Args:
+            graph: as it is before any rows are left out.
+            tensors: the model's parameters and buffers by name.
+            inputs: a batch, in the order of `graph.batch_dims`.
+        """
+        return ""
+
     def leaves_out(self, plan: Plan) -> bool:
         """Whether it leaves out rows of the backward in steps of a plan."""
         return False
@@ -128,6 +138,10 @@ class Technique:
 
     def start(self, opt: OptimizedModule) -> None:
         """Give an optimised model what lives as long as the training: a controller, projectors."""
+
+    @classmethod
+    def stand_in(cls, opt: OptimizedModule) -> None:
+        """Give an optimised model whose plan does without what loops find where it is used."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
 from graphopt.passes import PassReport, Preserves
-from graphopt.passes.vcas.independence import mixing_reason
 from graphopt.planner.plan import Plan
 from graphopt.transforms.symbolic_zeros import for_loss_alone
 
@@ -341,7 +340,7 @@ def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collec
     tensors = {name: trial[str(i)] for i, name in enumerate(region.names) if name is not None}
     inputs = [torch.empty(0) if name is not None else trial.get(str(i), torch.empty(0)) for i, name in enumerate(region.names)]
     with outside_tracing():
-        return mixing_reason(plan.before_sampling().rewrite_region(graph, planned)[0], tensors, inputs)
+        return plan.inseparable(plan.before_sampling().rewrite_region(graph, planned)[0], tensors, inputs)
 
 
 def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:

@@ -25,7 +25,7 @@ from graphopt.integrations.buckets import bucketed
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import Lsp, Pass
+from graphopt.passes import Pass, Preserves
 from graphopt.planner.plan import resolve_passes
 from graphopt.runtime.module import OptimizedModule
 
@@ -81,7 +81,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if reselect_every is not None and reselect_every < 1:
             raise InputError(f"reselect_every={reselect_every} must be at least 1 optimizer step.")
         check_backend(backend)
-        if self.given is None and any(isinstance(p, Lsp) for p in resolve_passes(passes, self.budget)):
+        if self.given is None and any(p.preserves is Preserves.PROJECTED for p in resolve_passes(passes, self.budget)):
             raise PassError(_COMPRESSES)
         self.reselect_every = reselect_every
         self._diverted: Diverted | None = None

@@ -21,7 +21,7 @@ from graphopt.calls import as_call
 from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.integrations.diverted import Diverted
-from graphopt.passes.vcas import ROWS, Vcas
+from graphopt.passes import Preserves
 from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
@@ -255,9 +255,8 @@ class TrainingSteps:
             found["graphopt/captures"] = float(self.opt.counters.captures)
             found["graphopt/compilations"] = float(self.opt.counters.compilations)
             reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
-            if self.opt.controller is not None and any(r.name == Vcas.name for r in reports):
-                rows = [ratio for name, ratio in self.opt.controller.ratios if name.startswith(ROWS)]
-                found["graphopt/keep_rows"] = min(rows, default=1.0)
+            if self.opt.controller is not None and any(r.preserves is Preserves.UNBIASED for r in reports):
+                found["graphopt/keep_rows"] = self.opt.controller.keep_rows
         return found
 
 

@@ -6,6 +6,8 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
@@ -76,7 +78,7 @@ class Plan:
         selection: how `train` was found; None where it was given or nothing limits FLOPs.
         importance: what the selection maximised.
         memory: the budget's limit on memory.
-        mixing: why rows of the backward must not be left out, "" if they may; see `mixing_reason`.
+        mixing: why rows of the backward must not be left out, "" if they may; see `inseparable`.
         decisions: of techniques, by their names.
         not_needed: why, by name, of passes that the budget would allow and that were left out.
         measures: its steps measure what others approximate, once in many: they leave out nothing.
@@ -151,6 +153,10 @@ class Plan:
         for rewrite in self.passes:
             plan = technique(rewrite).for_batch(plan, batch_size)
         return plan
+
+    def inseparable(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
+        """Why rows of a graph's backward must not be left out; "" if they may; see `Technique.inseparable`."""
+        return next((why for p in self.passes if (why := technique(p).inseparable(graph, tensors, inputs))), "")
 
     def before_sampling(self) -> Plan:
         """The plan of what runs before rows are left out: they are counted, and variances measured, on ordinary gradients."""

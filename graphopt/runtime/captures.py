@@ -1,4 +1,4 @@
-"""What is known of a model's calls beside running them: captured graphs, for planning while training goes on; measuring steps.
+"""What is known of a model's calls beside running them: captured graphs, for planning while training goes on.
 
 A new call signature (sizes, dtype, training flags, `requires_grad` flags, autocast and the like) is a capture; where rows are
 sampled, a new batch size is a substitution into a captured graph. The cache evicts the least recently used entry.
@@ -6,11 +6,10 @@ sampled, a new batch size is a substitution into a captured graph. The cache evi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +20,13 @@ from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, f
 from graphopt.capture import capture_to_run
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
-from graphopt.lower import Backend, lower
-from graphopt.passes.vcas.independence import mixing_reason
-from graphopt.passes.vcas.measuring import MeasuringStep
-from graphopt.passes.vcas.variance_probe import make_probe
+from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import adopt_times, are_times, used_times
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
-from graphopt.specialise import specialise
 
 CAPTURE_LIMIT = 8
 """Captured graphs kept per optimised model."""
@@ -62,25 +57,24 @@ class Captures:
         self.counters = Counters()
         self.uniforms = Uniforms()
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
-        self._measuring: tuple[Any, MeasuringStep] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without graphs, which are captured again, and compiled code."""
-        return {**self.__dict__, "_graphs": BoundedCache(CAPTURE_LIMIT), "_measuring": None}
+        return {**self.__dict__, "_graphs": BoundedCache(CAPTURE_LIMIT)}
 
     def graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The joint graph for this call, traced if it is new."""
-        return self._captured(flatten_call(args, kwargs), args, kwargs)[1]
+        return self.captured(flatten_call(args, kwargs), args, kwargs)[1]
 
     def mixing(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why the backward of this call cannot be sampled; "" if it can."""
         inputs = flatten_call(args, kwargs)
-        graph = self._captured(inputs, args, kwargs)[1]
+        graph = self.captured(inputs, args, kwargs)[1]
         tensors = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
             **dict(self.model.named_buffers(remove_duplicate=False)),
         }
-        reason = mixing_reason(plan.before_sampling().rewrite(graph)[0], tensors, inputs.tensors)
+        reason = plan.inseparable(plan.before_sampling().rewrite(graph)[0], tensors, inputs.tensors)
         if reason:
             logger.warning("the backward is not sampled: %s", reason)
         return reason
@@ -89,29 +83,6 @@ class Captures:
         """Samples of this call."""
         inputs = flatten_call(args, kwargs)
         return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
-
-    def measuring_step(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any], seed: int) -> MeasuringStep:
-        """The measuring step for this call under `plan`; only the last one is kept.
-
-        Args:
-            seed: of what it draws.
-        """
-        inputs = flatten_call(args, kwargs)
-        signature, graph = self._captured(inputs, args, kwargs)
-        batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
-        key = (signature, plan.key, batch_size, seed)
-        if self._measuring is None or self._measuring[0] != key:
-            start = time.perf_counter()
-            rewritten = plan.rewrite(graph, batch_size)[0]
-            probe = make_probe(rewritten, seed)
-            static = specialise(probe.graph, batch_size, decompose=self.backend == "inductor")
-            lowered = lower(static, self.backend)
-            self.counters.compilations += 1
-            self.counters.compile_seconds += time.perf_counter() - start
-            place = self._signature(inputs, batch_dims_of(inputs, self.batch_dim))
-            fingerprint = hashlib.sha256(_text((place, *key[1:])).encode()).hexdigest()
-            self._measuring = (key, MeasuringStep(replace(probe, graph=static), lowered, batch_size, self.uniforms, fingerprint))
-        return self._measuring[1]
 
     def snapshot(self) -> Any:
         """Generators, and the times by which orders were chosen; see `Stateful`."""
@@ -126,15 +97,19 @@ class Captures:
 
         def restore() -> None:
             restore_uniforms()
-            if adopt_times(saved.product_times):
-                self._measuring = None
+            adopt_times(saved.product_times)
 
         return restore
 
-    def _captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
+    def captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
+        """What the graph of this call depends on, and the graph, traced if it is new.
+
+        Args:
+            inputs: `args` and `kwargs`, flat.
+        """
         dims = batch_dims_of(inputs, self.batch_dim)
         batch_size = batch_size_of(inputs, dims)
-        signature = self._signature(inputs, dims)
+        signature = self.signature(inputs, dims)
         for place in (signature, (signature, batch_size)):
             graph = self._graphs.get(place)
             if graph is not None and (batch_size is None or graph.accepts(batch_size)):
@@ -149,7 +124,7 @@ class Captures:
         place = signature if graph.symbolic and self._graphs.get(signature) is None else (signature, batch_size)
         return place, self._graphs.put(place, graph)
 
-    def _signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
+    def signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
         """Everything that a captured graph depends on, but for the batch size."""
         tensors = tuple(
             (t.dtype, t.device, t.requires_grad, tuple(-1 if i == d else s for i, s in enumerate(t.shape)))
@@ -173,11 +148,11 @@ def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:
     return tuple((kind, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None) for kind in sorted(types))
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A text that is the same for equal values in every process, as far as theirs is."""
     if isinstance(value, frozenset):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    return f"({', '.join(map(_text, value))})" if type(value) is tuple else repr(value)
+        return f"{{{', '.join(sorted(map(text_of, value)))}}}"
+    return f"({', '.join(map(text_of, value))})" if type(value) is tuple else repr(value)
 
 
 def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
-from graphopt.passes.vcas.controller import IdleController
+from graphopt.passes import BY_NAME
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
@@ -59,8 +59,8 @@ class DisabledModule(OptimizedModule):
         super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
         self.__dict__["_running"] = Running(model, backend, Counters(), (), self.note, lambda: None) if compiles else None
-        if budget.variance is not None:
-            self.__dict__["_controller"] = IdleController()
+        for kind in BY_NAME.values():
+            kind.stand_in(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphopt import compat
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
-from graphopt.calls import as_call, flatten_call
+from graphopt.calls import flatten_call
 from graphopt.compat.dynamo import cause_of
 from graphopt.errors import GraphoptError, first_line
 from graphopt.frontend.recording import Recording, record
@@ -27,7 +27,6 @@ from graphopt.loss import LossFunction
 from graphopt.passes.lsp.optimizer import OptimizerType, SubspaceOptimizer
 from graphopt.passes.lsp.subspaces import Subspaces
 from graphopt.passes.technique import Decision, technique
-from graphopt.passes.vcas.measuring import MeasuringStep
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
@@ -326,6 +325,11 @@ class OptimizedModule(nn.Module):
         return self._plan.budget
 
     @property
+    def captures(self) -> Captures:
+        """The captured graphs of this model's calls."""
+        return self._captures
+
+    @property
     def counters(self) -> Counters:
         """How often the model was captured and a step compiled."""
         return self._captures.counters
@@ -376,24 +380,6 @@ class OptimizedModule(nn.Module):
     def adopt(self, plan: Plan) -> None:
         """Put a plan in force for the same captured graph, such as with another selection."""
         self._install(plan, self._graph, self.__dict__["_profile"])
-
-    def sampled_flops(self, plan: Plan, batch: Any) -> float:
-        """FLOPs of a step of `batch` under a plan, as a part of those without sampling."""
-        args, kwargs = as_call(batch)
-        graph, size = self._captures.graph(args, kwargs), self._captures.batch_size(args, kwargs)
-        return plan.sampled_part(graph, size, plan.rewrite(graph, size)[1])
-
-    def measuring_step(self, batch: Any, seed: int) -> MeasuringStep:
-        """A step that samples nothing and measures what sampling would do to ordinary gradients, be they compressed in training;
-        kept for as long as the plan and shapes are.
-
-        Args:
-            seed: of what it draws.
-        """
-        if self.subspaces is not None:
-            self.subspaces.synchronize()  # it reads the weights
-        args, kwargs = as_call(batch)
-        return self._captures.measuring_step(self._plan.before_sampling(), args, kwargs, seed)
 
     def recheck_merges(self) -> bool:
         """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.vcas.calibration import Call, Measurement
+from graphopt.passes.vcas.measuring import MeasuringStep, measuring_step
 from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, proposed
 from graphopt.passes.vcas.rewrite import ROWS, TOKENS
 from graphopt.passes.vcas.technique import Ratios, SampleSizes, Vcas
@@ -21,8 +22,6 @@ from graphopt.runtime.controllers import Every
 from graphopt.runtime.plain_values import from_plain, to_plain
 
 if TYPE_CHECKING:
-    from graphopt.passes.vcas.measuring import MeasuringStep
-
     from graphopt.runtime.module import OptimizedModule
 
 BATCHES = 2
@@ -108,6 +107,11 @@ class IdleController:
         return ()
 
     @property
+    def keep_rows(self) -> float:
+        """All of them."""
+        return 1.0
+
+    @property
     def history(self) -> list[Adaptation]:
         """Empty."""
         return self.counts.history
@@ -173,6 +177,16 @@ class SamplingController:
         self._measured = ""
         self._calibrations = 0
         self._late = False
+        self._step: MeasuringStep | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without compiled code."""
+        return {**self.__dict__, "_step": None}
+
+    @property
+    def keep_rows(self) -> float:
+        """The smallest part of the rows that is kept at a boundary."""
+        return min((ratio for name, ratio in self.ratios if name.startswith(ROWS)), default=1.0)
 
     @property
     def ratios(self) -> Ratios:
@@ -249,7 +263,10 @@ class SamplingController:
 
     def _lower(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
         """Lower the ratios of what is selected; returns `rows_variance`, `tokens_variance` and `flops_ratio` of `Adaptation`."""
-        step = self.opt.measuring_step(batch, self.rewrite.seed + 1)
+        if self.opt.subspaces is not None:
+            self.opt.subspaces.synchronize()  # the step reads the weights
+        plan, call = self.opt.plan.before_sampling(), as_call(batch)
+        self._step = step = measuring_step(self.opt.captures, plan, *call, self.rewrite.seed + 1, self._step)
         if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
             self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
         seen = self._adapt(step, batches)
@@ -290,6 +307,7 @@ class SamplingController:
             self.counts = _Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
             self._recent, self._known = list(saved.recent), known
             self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
+            self._step = None  # times of products that were saved, too, may choose other orders
 
         return restore
 
@@ -342,7 +360,9 @@ class SamplingController:
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:
             plan = self.opt.plan.decided(self.rewrite.name, SampleSizes(key, batch_size))
-            flops = self.opt.sampled_flops(plan, batch)
+            call = as_call(batch)
+            graph = self.opt.captures.graph(*call)
+            flops = plan.sampled_part(graph, batch_size, plan.rewrite(graph, batch_size)[1])
             allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
             cheapest = min(allowed, key=lambda known: allowed[known])
             if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:

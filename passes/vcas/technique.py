@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from graphopt.passes.base import Changes, Pass, Preserves, Site
 from graphopt.passes.technique import Planning, Technique
 from graphopt.passes.vcas.boundaries import find_boundaries
+from graphopt.passes.vcas.independence import mixing_reason
 from graphopt.passes.vcas.products import find_weight_products
 from graphopt.passes.vcas.rewrite import ROWS, TOKENS, Draws, sample
+from torch import Tensor
 
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, InputError, PassError
@@ -153,6 +155,10 @@ class Vcas(Technique):
         """The plan without ratios: another selection has other boundaries. Until the next calibration every row is kept."""
         return replace(plan.decided(self.name, SampleSizes()), mixing=mixing(plan) if graph.symbolic else plan.mixing)
 
+    def inseparable(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
+        """See `mixing_reason`."""
+        return mixing_reason(graph, tensors, inputs)
+
     def leaves_out(self, plan: Plan) -> bool:
         """See `Technique`; a step that measures never does."""
         return not plan.measures and (not self.adaptive or bool(self.found(plan).ratios))
@@ -168,6 +174,14 @@ class Vcas(Technique):
 
         if self.adaptive and opt.budget.variance is not None:
             opt.control(SamplingController(opt, self, opt.budget.variance))
+
+    @classmethod
+    def stand_in(cls, opt: OptimizedModule) -> None:
+        """A controller that does nothing, where the budget allows some variance."""
+        from graphopt.passes.vcas.controller import IdleController
+
+        if opt.budget.variance is not None:
+            opt.control(IdleController())
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every boundary and every weight's product; none where the batch is not symbolic."""

@@ -116,9 +116,9 @@ def test_a_damaged_decision_is_refused(ratios: Any, size: int) -> None:
 
 
 STILL_NAME_TECHNIQUES = {
-    "api.py", "frontend/against_eager.py", "frontend/backend.py", "integrations/trainer.py", "integrations/training_steps.py",
+    "frontend/against_eager.py",
     "planner/flops_limit.py", "planner/joint_plan.py", "planner/make_plan.py", "planner/offload_simulator.py",
-    "planner/pareto.py", "planner/rating.py", "report/summary.py", "runtime/captures.py", "runtime/disabled.py",
+    "planner/pareto.py", "planner/rating.py", "report/summary.py",
     "runtime/module.py", "runtime/supply.py",
 }  # fmt: skip
 """Files of the core that import a technique; no other may, and none that no longer does may stay here."""
