@@ -22,14 +22,14 @@ from torch import Tensor, nn
 import graphopt
 from graphopt.bench.cases import chosen
 from graphopt.bench.galore import GaloreAdamW
+from graphopt.bench.gantt import gantt
 from graphopt.bench.memory import peak_of
+from graphopt.bench.offload_simulator import Layer, simulate
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device, timed
 from graphopt.passes import Lsp
 from graphopt.passes.lsp.optimizer import SubspaceOptimizer
 from graphopt.passes.lsp.projectors import draw_subspace
-from graphopt.planner.offload_simulator import Layer, simulate
-from graphopt.report.gantt import gantt
 
 NONZEROS = 16
 VARIANTS: dict[str, Lsp | None] = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import inspect
 import os
 import weakref
 from pathlib import Path
@@ -34,6 +32,7 @@ from graphopt.report.summary import Report
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.forward import Forward
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers, Stateful
@@ -51,21 +50,6 @@ _SHARED = (
 def _empty(kind: type[nn.Module]) -> nn.Module:
     """A module before it has a state."""
     return kind.__new__(kind)
-
-
-class Forward:
-    """The forward of an optimised model, which shows the signature of the model's own."""
-
-    def __init__(self, opt: OptimizedModule) -> None:
-        self._opt = weakref.ref(opt)
-        with contextlib.suppress(TypeError, ValueError):
-            self.__signature__ = inspect.signature(opt._model.forward)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `OptimizedModule.forward`."""
-        opt = self._opt()
-        assert opt is not None
-        return type(opt).forward(opt, *args, **kwargs)
 
 
 class OptimizedModule(nn.Module):

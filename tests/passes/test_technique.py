@@ -117,7 +117,7 @@ def test_a_damaged_decision_is_refused(ratios: Any, size: int) -> None:
 
 STILL_NAME_TECHNIQUES = {
     "frontend/against_eager.py",
-    "planner/flops_limit.py", "planner/joint_plan.py", "planner/make_plan.py", "planner/offload_simulator.py",
+    "planner/flops_limit.py", "planner/joint_plan.py", "planner/make_plan.py",
     "planner/pareto.py", "planner/rating.py", "report/summary.py",
     "runtime/module.py", "runtime/supply.py",
 }  # fmt: skip

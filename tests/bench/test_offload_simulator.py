@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from graphopt.planner.offload_simulator import Layer, layerwise_bound, planned_transition, simulate, zero_bound
-from graphopt.report.gantt import gantt
+from graphopt.bench.gantt import gantt
+from graphopt.bench.offload_simulator import Layer, layerwise_bound, planned_transition, simulate, zero_bound
 
 SECONDS = st.floats(0.0, 1.0).map(lambda x: round(x, 3))
 LAYERS = st.lists(st.builds(Layer, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS), min_size=1, max_size=8)

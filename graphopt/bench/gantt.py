@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from graphopt.planner.offload_simulator import RESOURCES, Simulation
+from graphopt.bench.offload_simulator import RESOURCES, Simulation
 
 _COLOURS = {"forward": "#8ab", "backward": "#456", "apply": "#c63", "update": "#a7b", "copy out": "#8a8", "copy in": "#cb6"}
 
