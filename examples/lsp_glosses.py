@@ -40,9 +40,9 @@ def prepared(
             args.subspace, args.nonzeros, check_every=args.check_every, batches=args.check_batches, threshold=args.threshold
         )
         opt = graphopt.optimize(model, example, passes=[rewrite], backend=args.backend)
-        assert opt.subspaces is not None
-        compressed = [p for name, p in model.named_parameters() if name in opt.subspaces.weights]
-        others = [p for name, p in model.named_parameters() if name not in opt.subspaces.weights]
+        assert "lsp" in opt.states
+        compressed = [p for name, p in model.named_parameters() if name in opt.states["lsp"].weights]
+        others = [p for name, p in model.named_parameters() if name not in opt.states["lsp"].weights]
         groups = [{"params": compressed, "lr": args.lsp_lr}, {"params": others}]
         return model, opt, opt.make_optimizer(torch.optim.AdamW, groups, lr=args.lr)
     if kind == "lora":

@@ -40,11 +40,10 @@ from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
-from graphopt.passes import BY_NAME, Pass, Preserves
+from graphopt.passes import Pass, Preserves
 from graphopt.passes.technique import technique
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
-from graphopt.planner.joint_plan import default_compression
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
@@ -126,11 +125,7 @@ def optimize(
         for told in (*recording.unplanned, _left_to_eager_mode(model, graph)):
             if told:
                 opt.note(told)
-    for rewrite in plan.passes:
-        technique(rewrite).start(opt)
-    for name, kind in BY_NAME.items():
-        if all(p.name != name for p in plan.passes):
-            kind.stand_in(opt)
+    opt.start()
     if verify:
         with _training_mode(model):
             difference = opt.first_difference(args, kwargs)
@@ -391,7 +386,7 @@ def pareto(
     profile = flop_profile(graph)
     rated = rate_tensors((), model, args, kwargs, graph, profile, profile.order)
     limit = MemoryLimit(0, backend, optimizer)
-    return trade_offs(graph, rated, limit, default_compression(graph, True), advance)
+    return trade_offs(graph, rated, limit, advance)
 
 
 @contextlib.contextmanager

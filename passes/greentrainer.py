@@ -11,11 +11,11 @@ gradient of the others is None, so that any optimizer skips them.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from graphopt.passes.base import Changes, Preserves, Site
-from graphopt.passes.technique import Technique
+from graphopt.passes.technique import Offers, Selecting, Technique
 
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
@@ -49,6 +49,7 @@ class GreenTrainer(Technique):
     preserves = Preserves.EXACT
     serves = ("flops", "memory")
     by_part = True
+    unneeded = "everything is trained within the budget"
 
     def __post_init__(self) -> None:
         for name, known in (("rule", get_args(Rule)), ("metric", get_args(Metric))):
@@ -58,6 +59,24 @@ class GreenTrainer(Technique):
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every parameter whose gradient the graph computes."""
         return [Site(p.name) for p in graph.trainable]
+
+    @property
+    def selecting(self) -> Selecting:
+        """See `Technique`."""
+        return Selecting(self.train, self.rule, self.metric)
+
+    def without_gradients(self) -> GreenTrainer:
+        """See `Technique`; the rule that is published needs them."""
+        return replace(self, rule="capacity") if self.rule == "steepness" else self
+
+    def offers(self, plan: Plan, graph: TrainingGraph) -> Offers:
+        """See `Technique`."""
+        return Offers(leaves_untrained=self.train is None)
+
+    @classmethod
+    def offered(cls, graph: TrainingGraph) -> GreenTrainer:
+        """See `Technique`."""
+        return cls()
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[set[str], tuple[()]]:
         """The tensors to train.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphopt.passes.base import Changes, Pass, Preserves, Site
-from graphopt.passes.technique import Planning, Technique
+from graphopt.passes.technique import Found, Offers, Planning, Technique
 
 from graphopt.analysis.segments import find_segments
 from graphopt.budget import Budget
@@ -53,6 +53,7 @@ class Recompute(Technique):
     serves = ("memory",)
     by_part = True
     decides = Segments
+    unneeded = "a step fits the memory without it"
 
     def check(self, budget: Budget, passes: Sequence[Pass]) -> None:
         """See that something says what to compute again."""
@@ -69,6 +70,19 @@ class Recompute(Technique):
         """
         _require(self.segments or (), [segment.name for segment in find_segments(planning.graph)])
         return plan
+
+    def offers(self, plan: Plan, graph: TrainingGraph) -> Offers:
+        """See `Technique`."""
+        return Offers(recomputes=self.segments is None)
+
+    @classmethod
+    def offered(cls, graph: TrainingGraph) -> Recompute:
+        """See `Technique`."""
+        return cls()
+
+    def adopt(self, plan: Plan, found: Found) -> Plan:
+        """See `Technique`."""
+        return plan.decided(self.name, Segments(found.recomputed)) if self.segments is None else plan
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[()]]:
         """The segments to compute again; all of them in a graph that has not the same ones, as for another sequence length."""

@@ -6,17 +6,19 @@ One that is a `Technique` takes part in making the plan, and may have a state th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from graphopt.passes.base import Changes, Pass, Preserves, Site
+from graphopt.passes.base import Changes, Pass, PassReport, Preserves, Site, Supplying
+from graphopt.passes.state import State, Supplied
 from torch import Tensor
 
 from graphopt.budget import Budget
 from graphopt.graph import TrainingGraph
 
 if TYPE_CHECKING:
+    from graphopt.planner.importance import Metric
     from graphopt.planner.plan import Plan
     from graphopt.runtime.module import OptimizedModule
 
@@ -47,6 +49,81 @@ class Planning:
     mixing: Callable[[Plan], str]
 
 
+@dataclass(frozen=True)
+class Selecting:
+    """How a technique that leaves tensors untrained chooses those that it trains.
+
+    Attributes:
+        train: their names, where the user gave them.
+        rule, metric: see `graphopt.planner.rating`.
+    """
+
+    train: tuple[str, ...] | None
+    rule: str
+    metric: Metric
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """A gradient that a technique can put in the place of a parameter's own.
+
+    Attributes:
+        bytes: it takes, with all that is kept for it.
+        flops: of computing it, at the captured batch size.
+    """
+
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What a technique can do for a step to need less memory: terms of the one program (`graphopt.planner.memory_plan`).
+
+    Attributes:
+        leaves_untrained: tensors may be left untrained.
+        recomputes: segments of the forward may be computed again in the backward.
+        smaller: by parameter, the gradient that may take the place of its own.
+        kept_value: part of a tensor's importance that such a gradient keeps.
+        held: parameters whose gradient and optimizer state are none of the step's, whatever the program says.
+    """
+
+    leaves_untrained: bool = False
+    recomputes: bool = False
+    smaller: Mapping[str, Smaller] = field(default_factory=dict)
+    kept_value: float = 1.0
+    held: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the program has found: `smaller` gradients by parameter, and `recomputed` segments, by name."""
+
+    smaller: tuple[str, ...]
+    recomputed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A technique's part of the report.
+
+    Attributes:
+        facts: plain values, for machines.
+        lines: for people.
+        notes: what else there is to know.
+        left_alone: reason by name of what looks like a site and is none.
+        approximation: how a step differs from full training; "" if it does not.
+        used: by field of the budget, what the technique uses of it.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)
+    approximation: str = ""
+    used: Mapping[str, float] = field(default_factory=dict)
+
+
 class Technique:
     """A pass with decisions of its own; these are what it does where it says nothing else.
 
@@ -55,6 +132,7 @@ class Technique:
     Attributes:
         by_part: it works on a part of a model, such as between two graph breaks, as it does on all of it.
         decides: the type of its decision, by which a checkpoint is read; None: it is decided anew and not loaded.
+        unneeded: why it was not needed where it changed nothing; "" if it has nothing to say then.
     """
 
     name: str
@@ -62,6 +140,7 @@ class Technique:
     serves: tuple[str, ...]
     by_part = False
     decides: type[Any] | None = None
+    unneeded = ""
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """See `Pass`."""
@@ -136,12 +215,49 @@ class Technique:
         """The plan for a step beside the training, which hands nothing to what `start` has made."""
         return plan
 
-    def start(self, opt: OptimizedModule) -> None:
-        """Give an optimised model what lives as long as the training: a controller, projectors."""
+    @property
+    def selecting(self) -> Selecting | None:
+        """How tensors are selected, if it leaves any untrained; it then does nothing else to a graph."""
+        return None
+
+    def without_gradients(self) -> Technique:
+        """The technique, whose default rule of selection measures no gradients."""
+        return self
+
+    def offers(self, plan: Plan, graph: TrainingGraph) -> Offers:
+        """What it can do for a step of `plan` to need less memory."""
+        return Offers()
 
     @classmethod
-    def stand_in(cls, opt: OptimizedModule) -> None:
-        """Give an optimised model whose plan does without what loops find where it is used."""
+    def offered(cls, graph: TrainingGraph) -> Technique | None:
+        """The technique as `graphopt.pareto` tries it on a graph, if it makes offers."""
+        return None
+
+    def adopt(self, plan: Plan, found: Found) -> Plan:
+        """The plan with that part of what was found that is of its making; nothing, if nothing of it was found."""
+        return plan
+
+    def section(
+        self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
+    ) -> Section:
+        """Its part of the report.
+
+        Args:
+            graph: that the plan was made on.
+            reports: of its passes on a step at the batch size of the report.
+            ran: of the step that ran last.
+            state: that `start` returned.
+        """
+        return Section(approximation="" if self.preserves is Preserves.EXACT else f"gradients {self.preserves.value}")
+
+    def start(self, opt: OptimizedModule) -> State | None:
+        """What lives as long as the training of an optimised model: a controller, projectors, values for added inputs."""
+        return Supplied(self) if isinstance(self, Supplying) else None
+
+    @classmethod
+    def stand_in(cls, opt: OptimizedModule) -> State | None:
+        """For an optimised model whose plan does without, what loops find where it is used."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -150,6 +266,10 @@ class _Own(Technique):
 
     rewrite: Pass
 
+    def __post_init__(self) -> None:
+        for name in ("name", "preserves", "serves"):
+            object.__setattr__(self, name, getattr(self.rewrite, name))
+
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """See `Pass`."""
         return self.rewrite.applicable(graph)
@@ -157,6 +277,16 @@ class _Own(Technique):
     def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
         """See `Pass`."""
         return self.rewrite.apply(graph, decisions)
+
+    def start(self, opt: OptimizedModule) -> State | None:
+        """See `Technique`."""
+        return Supplied(self.rewrite) if isinstance(self.rewrite, Supplying) else None
+
+
+def left_alone(name: str, reports: Sequence[PassReport], rewritten: Collection[str]) -> dict[str, str]:
+    """What the reports of a pass say was left alone, but for sites that the last step rewrote nevertheless."""
+    reasons = {site: why for report in reports if report.name == name for site, why in report.changes.left_alone.items()}
+    return {site: why for site, why in reasons.items() if site not in rewritten}
 
 
 def technique(rewrite: Pass) -> Technique:

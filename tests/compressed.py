@@ -44,4 +44,4 @@ def compressed_reference(model: nn.Module, opt: Any, total: Any) -> dict[str, Te
     reference.zero_grad()
     total(reference).backward()
     weights = dict(reference.named_parameters())
-    return {name: w.subspace.compress(weights[name].grad) for name, w in opt.subspaces.weights.items()}
+    return {name: w.subspace.compress(weights[name].grad) for name, w in opt.states["lsp"].weights.items()}

@@ -119,8 +119,7 @@ def compressed(model: nn.Module, example: Batch, rate: float, backend: str) -> P
     """Compressed gradients; what is not compressed keeps exact training's learning rate."""
     rewrite = Lsp(subspace=128, nonzeros=8, check_every=200, batches=16, threshold=0.3)  # as in examples/lsp_glosses.py
     opt = graphopt.optimize(model, example, passes=[rewrite], backend=backend)
-    assert opt.subspaces is not None
-    weights = opt.subspaces.weights
+    weights = opt.states["lsp"].variables()
     groups = [
         {"params": [p for name, p in model.named_parameters() if name in weights], "lr": rate},
         {"params": [p for name, p in model.named_parameters() if name not in weights], "lr": VARIANTS["exact"].rate},

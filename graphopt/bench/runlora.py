@@ -93,8 +93,9 @@ def measure(case: Case, repeats: int, dtype: torch.dtype, device: str, progress:
         steps[kind] = trained_once(step, inputs, model)
         steps[kind]()
         progress()
-    orders = [f"{a['layer']}: {a['order']}" for a in optimized.report.adapters]
-    predicted = [sum(a[key] or 0.0 for a in optimized.report.adapters) for key in ("seconds_before", "seconds_after")]
+    adapters = optimized.report.sections["runlora"]["adapters"]
+    orders = [f"{a['layer']}: {a['order']}" for a in adapters]
+    predicted = [sum(a[key] or 0.0 for a in adapters) for key in ("seconds_before", "seconds_after")]
     flops_before, flops_after = optimized.report.full_step_flops, optimized.report.step_flops
     seconds = medians(steps, repeats, device, progress)
     peaks = {kind: peak_of(call, device) for kind, call in steps.items()}

@@ -13,7 +13,7 @@ import numbers
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -31,13 +31,11 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.lower import Backend
 from graphopt.passes import Preserves
+from graphopt.passes.state import State
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.runtime.counters import Counters
 from graphopt.testing.compare import compare_gradients, compare_values, tolerance_of
-
-if TYPE_CHECKING:
-    from graphopt.passes.lsp.subspaces import Subspaces
 
 
 def first_difference(
@@ -50,18 +48,19 @@ def first_difference(
     backend: Backend,
     batch_dim: BatchDim,
     parts: bool,
-    subspaces: Subspaces | None = None,
+    states: Sequence[State] = (),
 ) -> str:
     """What the plan's step computes otherwise than eager autograd; "" if it computes the same.
 
-    Gradients of what is trained are compared, outputs, buffers, and attributes of the modules that are tensors or numbers;
-    compressed gradients with the image of eager's. Of a sampler the step without sampling is taken: its own tests hold it to its
-    expectation.
+    Gradients of what is trained are compared, outputs, buffers, and attributes of the modules that are tensors or numbers; those
+    that a technique keeps with the image of eager's. Of a sampler the step without sampling is taken: its own tests hold it to
+    its expectation.
 
     Args:
         graph: that the plan was made on.
         loss: see `scalar_loss`.
         backend, batch_dim, parts: see `Running`.
+        states: of the techniques.
     """
     try:
         eager, ours = twin(model), twin(model)
@@ -73,7 +72,7 @@ def first_difference(
     plan = replace(plan, passes=kept)
     for rewrite in kept:
         plan = technique(rewrite).alone(plan)
-    taken = _Taken(subspaces)
+    taken = _Taken(states)
     running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, parts=parts, supplier=taken)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]
@@ -139,30 +138,37 @@ def same_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 class _Taken:
-    """The `Supplier` of a step that is compared: compressed gradients are kept by name."""
+    """The `Supplier` of a step that is compared: gradients that a technique keeps are gathered by name."""
 
-    def __init__(self, subspaces: Subspaces | None) -> None:
-        self.subspaces = subspaces
+    def __init__(self, states: Sequence[State]) -> None:
+        self.states = states
         self.gradients: dict[str, Tensor | None] = {}
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
         """See `Supplier`."""
-        assert self.subspaces is not None
-        return self.subspaces.projector(desc, like.device)
+        if desc.kind == "random":
+            return torch.rand(size, dtype=torch.float64, device=like.device)
+        values = (state.supply(desc, size, like) for state in self.states)
+        return next(value for value in values if value is not None)
 
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
-        """See `Supplier`."""
-        self.gradients[desc.target] = value
+        """See `Supplier`; slots are none of the training's."""
+        if isinstance(desc, InputDesc):
+            self.gradients[desc.target] = value
 
     def finish(self) -> None:
-        """See `Supplier`; there are no gates."""
+        """See `Supplier`; nothing waits."""
 
     def images(self, eager: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """What the compressed gradients must be, where eager autograd has any."""
-        if self.subspaces is None:
-            return {}
-        weights = {n: w for n, w in self.subspaces.weights.items() if eager.get(n) is not None and n in self.gradients}
-        return {n: w.subspace.compress(eager[n].to(w.variable.dtype)) for n, w in weights.items()}  # type: ignore[union-attr]
+        """What the gathered gradients must be, where eager autograd has any."""
+        found: dict[str, Tensor | None] = {}
+        for name in self.gradients:
+            gradient = eager.get(name)
+            images = [] if gradient is None else [state.image(name, gradient) for state in self.states]
+            image = next((made for made in images if made is not None), None)
+            if image is not None:
+                found[name] = image
+        return found
 
 
 def _step(

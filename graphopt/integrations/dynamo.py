@@ -23,9 +23,9 @@ from graphopt.frontend.values import Values
 from graphopt.lower import check_backend
 from graphopt.passes import Pass, Preserves
 from graphopt.passes.technique import technique
-from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.planner.rating import rule_of, without_gradients
 from graphopt.runtime.disabled import switched_off
@@ -97,7 +97,7 @@ def _planned(
         plan = Plan(budget, plan.passes, names, memory=MemoryLimit.of(budget, backend))
         for rewrite in plan.passes:
             plan = technique(rewrite).measured(plan, graph, dict(trained))
-        plan = within_memory(plan, graph, Means())
+        plan = within_memory(plan, graph)
     else:
         plan = make_plan(held, (), {}, graph, budget, plan.passes, None, None, backend, lambda _: "")
     for name, tensor in trained.items():

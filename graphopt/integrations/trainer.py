@@ -109,7 +109,7 @@ class TrainerCallback(transformers.TrainerCallback):
         _ahead_of_reports(self)
         diverted = self._divert(kwargs["model"])
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        if self.given is not None and self.given.subspaces is not None and args.max_grad_norm:
+        if self.given is not None and _own_optimizer(self.given) and args.max_grad_norm:
             raise InputError(
                 "the Trainer clips the gradients of model.parameters(), and compressed ones are not among them: set "
                 "max_grad_norm=0."
@@ -125,7 +125,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 opt = optimize(
                     diverted.model, batch, self.budget, self.passes, self.backend, optimizer=optimizer, batch_dim=self.batch_dim
                 )
-                if isinstance(opt, OptimizedModule) and opt.subspaces is not None:
+                if isinstance(opt, OptimizedModule) and _own_optimizer(opt):
                     raise PassError(_COMPRESSES)
             if isinstance(opt, OptimizedModule):
                 opt.controllers.add(steps.savings)
@@ -149,7 +149,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Select anew and adapt sampling, where it is time."""
         if self._steps is None:
             return
-        if self.opt is not None and self.opt.subspaces is not None:
+        if self.opt is not None and _own_optimizer(self.opt):
             self.opt.zero_grad()  # the Trainer clears only what model.parameters() has
         self._steps.after_step(last=state.global_step >= state.max_steps)
 
@@ -184,6 +184,11 @@ class TrainerCallback(transformers.TrainerCallback):
             self.detach()
             self._diverted = Diverted.of(model)
         return self._diverted
+
+
+def _own_optimizer(opt: OptimizedModule) -> bool:
+    """Whether a technique's gradients need the optimizer that `opt.make_optimizer` makes."""
+    return any(state.own_optimizer for state in opt.states.values())
 
 
 def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:

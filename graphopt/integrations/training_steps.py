@@ -21,7 +21,6 @@ from graphopt.calls import as_call
 from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
 from graphopt.integrations.diverted import Diverted
-from graphopt.passes import Preserves
 from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
@@ -226,10 +225,10 @@ class TrainingSteps:
                     self.savings.overhead += float(rule_of(self.opt.plan.passes) == "greentrainer" and _measured(self.opt))
                 if merges:
                     self.opt.recheck_merges()
-                if self.opt.controller is not None:
-                    before = self.opt.controller.counts.calibrating
-                    self.opt.controller.after_step(self._batch)
-                    self.savings.overhead += self.opt.controller.counts.calibrating - before
+                for state in self.opt.states.values():
+                    before = state.overhead
+                    state.after_step(self._batch)
+                    self.savings.overhead += state.overhead - before
         except Exception as error:
             self.warn(f"the plan could not be adapted and stays as it is: {error}", type(error))
 
@@ -254,9 +253,8 @@ class TrainingSteps:
             found["graphopt/trained_tensors"] = float(len(self.opt.selected))
             found["graphopt/captures"] = float(self.opt.counters.captures)
             found["graphopt/compilations"] = float(self.opt.counters.compilations)
-            reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
-            if self.opt.controller is not None and any(r.preserves is Preserves.UNBIASED for r in reports):
-                found["graphopt/keep_rows"] = self.opt.controller.keep_rows
+            for state in self.opt.states.values():
+                found |= {f"graphopt/{name}": value for name, value in state.numbers().items()}
         return found
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import GreenTrainer
+from graphopt.passes.technique import technique
 from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.plan import Plan
@@ -181,8 +181,8 @@ def dearest_step(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:
 
 
 def _step_flops(plan: Plan, graph: TrainingGraph, whole: int) -> int:
-    """FLOPs of a step; `whole` where no pass but the cut changes them."""
-    if all(isinstance(p, GreenTrainer) for p in plan.passes):
+    """FLOPs of a step; `whole` where passes do nothing but leave tensors untrained."""
+    if all(technique(p).selecting is not None for p in plan.passes):
         return whole
     return plan.rewrite(graph)[1][-1].step_flops_after
 

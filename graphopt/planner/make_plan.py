@@ -15,14 +15,14 @@ from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
-from graphopt.passes import BY_NAME, GreenTrainer, Pass
+from graphopt.passes import BY_NAME, Pass
 from graphopt.passes.technique import Planning, technique
 from graphopt.planner.flops_limit import FlopsLimit, check_given
 from graphopt.planner.importance import Importance
-from graphopt.planner.joint_plan import Means, within_memory
 from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan
-from graphopt.planner.rating import rate_tensors, without_gradients
+from graphopt.planner.rating import rate_tensors, selecting_of, without_gradients
 
 
 def make_plan(
@@ -52,14 +52,12 @@ def make_plan(
     for rewrite in passes:
         plan = technique(rewrite).before_selection(plan, planning)
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
-    freeze = auto or any(isinstance(p, GreenTrainer) and p.train is None for p in passes)
 
     def rate() -> Importance:
         profile = flop_profile(graph)
         return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss)
 
-    # Gradients are compressed only where the caller has named the pass: they need an optimizer of their own.
-    plan = within_memory(plan, graph, Means(freeze), rate)
+    plan = within_memory(plan, graph, rate)
     for rewrite in plan.passes:
         plan = technique(rewrite).after_selection(plan, planning)
     return plan
@@ -75,10 +73,10 @@ def _with_selection(
     loss: LossFunction | None,
 ) -> Plan:
     """The plan with the tensors to train, where they are given or the budget limits FLOPs and not all can be trained."""
-    given = [p.train for p in plan.passes if isinstance(p, GreenTrainer) and p.train is not None]
-    if given:
-        check_given(given[0], plan, graph)
-        return replace(plan, train=frozenset(given[0]))
+    selecting = selecting_of(plan.passes)
+    if selecting is not None and selecting.train is not None:
+        check_given(selecting.train, plan, graph)
+        return replace(plan, train=frozenset(selecting.train))
     if plan.budget.flops is None:
         return plan
     limit = FlopsLimit(plan, graph, flop_profile(graph))

@@ -9,11 +9,11 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import GreenTrainer, Lsp, Recompute
+from graphopt.passes import BY_NAME, in_order
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
-from graphopt.planner.joint_plan import make_problem, planned
 from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.memory_plan import make_problem, offers_of, planned
 from graphopt.planner.plan import Plan
 from graphopt.planner.problem import Problem, evaluate
 from graphopt.planner.selection import smallest_ratio
@@ -29,7 +29,7 @@ class Point:
 
     Attributes:
         flops_ratio: FLOPs of its step, what is computed again included, over full training's.
-        peak_bytes: foretold, optimizer state included.
+        peak_bytes: predicted, optimizer state included.
         importance: part of all importance that it keeps; a compressed gradient keeps 1 - threshold^2 of its own.
         trained, compressed, recomputed: how many tensors and segments.
     """
@@ -46,31 +46,30 @@ def trade_offs(
     graph: TrainingGraph,
     importance: Importance,
     limit: MemoryLimit,
-    compress: Lsp | None,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[Point, ...]:
     """Plans of which none is worse than another in FLOPs, bytes and importance at once, from the cheapest FLOPs on.
 
     Args:
         limit: whose backend and optimizer count; its bytes do not.
-        compress: how gradients may be compressed; None: they may not.
         advance: called `STEPS` squared times, once per pair of limits.
     """
     profile = flop_profile(graph)
-    problem = make_problem(Plan(Budget(), (), memory=limit), graph, profile, importance, compress)
+    offered = [rewrite for kind in BY_NAME.values() if (rewrite := kind.offered(graph)) is not None]
+    bare = Plan(Budget(), in_order(offered), memory=limit)
+    problem = make_problem(bare, graph, profile, importance, offers_of(bare, graph))
     costs = backward_costs(profile)
-    bare = Plan(Budget(), (Recompute(), GreenTrainer()), memory=limit)
     found: dict[tuple[tuple[int, ...], ...], Point] = {}
     total = sum(problem.importance) or 1.0
     for flops_limit, memory_limit in _limits(smallest_ratio(costs), problem):
         advance()
-        allocation = solve(problem, flops_limit, memory_limit, may_compress=compress is not None, time_limit=2.0)
+        allocation = solve(problem, flops_limit, memory_limit, time_limit=2.0)
         if allocation is None:
             continue
         key = (allocation.train, allocation.compressed, allocation.recomputed)
         if key in found:
             continue
-        plan = planned(bare, graph, problem, allocation, importance, compress)
+        plan = planned(bare, graph, problem, allocation, importance)
         rewritten, reports = plan.rewrite(graph)
         kept = sum(problem.importance[k] for k in allocation.train)
         kept -= (1 - problem.kept_value) * sum(problem.importance[k] for k in allocation.compressed)

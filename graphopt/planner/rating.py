@@ -14,7 +14,8 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.errors import ImportanceError, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes import GreenTrainer, Pass
+from graphopt.passes import Pass
+from graphopt.passes.technique import Selecting, technique
 from graphopt.planner.capacity import capacity
 from graphopt.planner.gradient_norms import gradient_norms
 from graphopt.planner.importance import Importance, holds, measure_importance
@@ -44,10 +45,9 @@ def rate_tensors(
     Raises:
         ImportanceError: see `measure_importance`; or the optimizer holds none of the tensors.
     """
-    rule = rule_of(passes)
-    if rule == "greentrainer":
-        metric = next(p.metric for p in passes if isinstance(p, GreenTrainer))
-        return measure_importance(model, args, kwargs, reachable, optimizer, loss, metric)
+    selecting, rule = selecting_of(passes), rule_of(passes)
+    if selecting is not None and rule == "greentrainer":
+        return measure_importance(model, args, kwargs, reachable, optimizer, loss, selecting.metric)
     rated, untold = capacity(graph, profile), ""
     if rule == "steepness":
         norms = earlier.norms if earlier is not None else {}
@@ -73,11 +73,17 @@ def _writes_to_no_weight(graph: TrainingGraph) -> bool:
     return graph.out_spec is not None and "parameter" not in written
 
 
+def selecting_of(passes: Sequence[Pass]) -> Selecting | None:
+    """How these passes select tensors; None where none of them leaves any untrained."""
+    return next((found for p in passes if (found := technique(p).selecting) is not None), None)
+
+
 def rule_of(passes: Sequence[Pass]) -> str:
     """The rule by which these passes select; that which needs nothing but a graph where none of them does."""
-    return next((p.rule for p in passes if isinstance(p, GreenTrainer)), "capacity")
+    selecting = selecting_of(passes)
+    return "capacity" if selecting is None else selecting.rule
 
 
 def without_gradients(passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """The passes, of which the default rule measures no gradients."""
-    return tuple(replace(p, rule="capacity") if isinstance(p, GreenTrainer) and p.rule == "steepness" else p for p in passes)
+    return tuple(p if technique(p).selecting is None else technique(p).without_gradients() for p in passes)

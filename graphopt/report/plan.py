@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,15 +12,9 @@ import torch
 
 from graphopt.frontend.step import RegionStep
 from graphopt.passes import PassReport
+from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.planner.step_time import step_seconds
-
-UNUSED = {
-    "greentrainer": "everything is trained within the budget",
-    "recompute": "a step fits the memory without it",
-    "runlora": "autograd's own orders are the cheapest",
-}
-"""Why a pass that changed nothing was not needed."""
 
 
 @dataclass
@@ -71,9 +65,7 @@ class PlanSummary:
 def summarise(
     plan: Plan,
     reports: Sequence[PassReport],
-    flops_ratio: float,
-    peak_bytes: int | None,
-    variance: float,
+    used: Mapping[str, float],
     clock: StepClock,
     step: RegionStep | None = None,
     fuses: bool = False,
@@ -82,24 +74,20 @@ def summarise(
 
     Args:
         reports: of the passes that made the step.
-        flops_ratio: of the step, over full training's.
-        peak_bytes: foretold; None where nothing limits it.
-        variance: that sampling adds, as a part of the mini-batch's, when last measured.
+        used: by field of the budget, what the plan uses of it: of the "flops" the step's over full training's; of the "memory"
+            the predicted peak, where it is limited.
         step: that ran last.
         fuses: see `step_seconds`.
     """
-    used = {"flops": flops_ratio, "memory": peak_bytes, "variance": variance}
-    remaining = {}
-    for name, limit in plan.budget.stated().items():
-        value = used[name]
-        if value is not None:
-            remaining[name] = {"limit": limit, "used": value, "left": limit - value}
+    limits = {name: limit for name, limit in plan.budget.stated().items() if name in used}
+    remaining = {name: {"limit": limit, "used": used[name], "left": limit - used[name]} for name, limit in limits.items()}
     ran = None if step is None else median(step.seconds)
     foretold = None if step is None or ran is None else step_seconds(step.graph, fuses)
     inputs = () if step is None else (node.meta.get("val") for node in step.graph.placeholders)
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
         ran = None
-    unchanged = [r.name for r in reports if not r.changes.changed and r.name in UNUSED]
+    idle = {p.name: technique(p).unneeded for p in plan.passes}
+    unchanged = {r.name: idle[r.name] for r in reports if not r.changes.changed and idle[r.name]}
     return PlanSummary(
         contributions=[
             {
@@ -111,9 +99,9 @@ def summarise(
             for r in reports
             if r.changes.changed
         ],
-        not_needed={**{name: UNUSED[name] for name in unchanged}, **plan.not_needed},
+        not_needed={**unchanged, **plan.not_needed},
         remaining=remaining,
-        foretold={"seconds": foretold, "peak_bytes": peak_bytes},
+        foretold={"seconds": foretold, "peak_bytes": used.get("memory")},
         measured={"seconds": median(clock.seconds), "forward_backward": ran, "peak_bytes": _allocated_peak()},
     )
 

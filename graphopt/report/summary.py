@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
-from graphopt.passes import Preserves, Vcas
-from graphopt.passes.lsp.choose import CompressionChoice
-from graphopt.passes.runlora.choose import Choice
-from graphopt.passes.vcas import ROWS, TOKENS
+from graphopt.passes.state import State
+from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
 from graphopt.report.selection import SelectionSummary, selection_lines, summarise_selection
 from graphopt.runtime.captures import Captures
-
-if TYPE_CHECKING:
-    from graphopt.passes.lsp.subspaces import Subspaces
-    from graphopt.passes.vcas.controller import IdleController, SamplingController
 
 
 @dataclass(frozen=True)
@@ -33,12 +27,8 @@ class Report:
         approximations: every respect in which a step is not full training; empty if none.
         trained, trainable: number of tensors trained, and that could be.
         selected, cut: their names.
-        adapters: per layer with low-rank adapters its order of products, FLOPs, bytes and predicted time before and after.
-        sampling: of a sampler, the part of the rows kept per block ("rows") and of the terms per weight ("tokens"); of one that
-            adapts itself also the variance that each added when last measured, as a part of the mini-batch's ("rows_variance",
-            "tokens_variance"), and the part of all FLOPs saved so far, calibrations paid for ("flops_saved", "calibrations",
-            "seconds").
-        left_alone: reason by name for what looks like such an adapter and is not reordered.
+        sections: what each technique says of itself, by its name; see its `section`.
+        left_alone: reason by name for what looks like a site of a technique and is none.
         plan: what each pass contributed, what was not needed, what remains of the budget, and what was measured.
         notes: what else there is to know about the captured model.
         forward_flops, backward_flops, full_step_flops: of full training.
@@ -49,6 +39,7 @@ class Report:
         device: the kernels were chosen for this device.
         captures, compilations: how often the model was traced and a step compiled.
         capture_seconds, compile_seconds, rewrite_seconds, select_seconds: wall-clock of each so far.
+        lines: the sections for people.
     """
 
     budget: dict[str, float | int]
@@ -76,16 +67,15 @@ class Report:
     rewrite_seconds: float
     select_seconds: float
     notes: list[str]
-    adapters: list[dict[str, Any]] = field(default_factory=list)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
-    sampling: dict[str, Any] | None = None
-    compressed: list[dict[str, Any]] = field(default_factory=list)
     plan: PlanSummary | None = None
     selection: SelectionSummary | None = None
+    lines: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "lines"}
 
     def __str__(self) -> str:
         limits = ", ".join(f"{k} <= {v}" for k, v in self.budget.items()) or "none"
@@ -110,62 +100,10 @@ class Report:
         )
         if self.plan is not None:
             lines += plan_lines(self.plan)
-        if self.sampling is not None:
-            lines += _sampling_lines(self.sampling)
-        lines.extend(f"compressed       {weight['text']}" for weight in self.compressed)
-        lines.extend(f"adapters         {adapter['text']}" for adapter in self.adapters)
+        lines += self.lines
         lines.extend(f"left alone       {name}: {reason}" for name, reason in self.left_alone.items())
         lines.extend(f"note             {note}" for note in self.notes)
         return "\n".join(lines)
-
-
-def _sampling_lines(sampling: dict[str, Any]) -> list[str]:
-    lines = []
-    for kind, what in (("rows", "rows kept"), ("tokens", "terms kept")):
-        kept = ", ".join(f"{name} {ratio:.3g}" for name, ratio in sampling[kind].items() if ratio < 1)
-        lines.append(f"{what:16} {kept or 'all'}")
-    if "flops_saved" in sampling:
-        lines.append(
-            f"variance added   rows {sampling['rows_variance']:.3%}, terms {sampling['tokens_variance']:.3%} of the mini-batch's"
-        )
-        lines.append(
-            f"                 FLOPs saved so far {sampling['flops_saved']:.1%} after {sampling['calibrations']} calibrations "
-            f"({sampling['seconds']:.1f} s)"
-        )
-    return lines
-
-
-def _sampling(plan: Plan, graph: TrainingGraph, controller: SamplingController | IdleController | None) -> dict[str, Any] | None:
-    samplers = [p for p in plan.passes if isinstance(p, Vcas)]
-    if not samplers or plan.mixing:
-        return None
-    before, _ = plan.before_sampling().rewrite(graph)
-    sites = [site.name for site in samplers[0].applicable(before)]
-    ratios = dict(samplers[0].found(plan).ratios) if samplers[0].adaptive else samplers[0].ratios(before)
-    found: dict[str, Any] = {
-        kind: {s.removeprefix(prefix): ratios.get(s, 1.0) for s in sites if s.startswith(prefix)}
-        for kind, prefix in (("rows", ROWS), ("tokens", TOKENS))
-    }
-    if controller is not None:
-        last = controller.history[-1] if controller.history else None
-        found["rows_variance"] = last.rows_variance if last else 0.0
-        found["tokens_variance"] = last.tokens_variance if last else 0.0
-        found["flops_saved"] = controller.flops_saved
-        found["calibrations"] = len(controller.history)
-        found["seconds"] = controller.seconds
-    return found
-
-
-def _compressed(choice: CompressionChoice, subspaces: Subspaces | None) -> dict[str, Any]:
-    """How a weight's gradient is compressed, and how well its projectors represent it."""
-    found = {**asdict(choice), "text": str(choice)}
-    if subspaces is not None:
-        weight = subspaces.weights[choice.layer]
-        found |= {"error": weight.error, "fits": weight.fits, "skipped": weight.skipped}
-        found["text"] += f"; projectors' error {weight.error:.2f} when last compared, {weight.fits} fits"
-        if weight.skipped:
-            found["text"] += f"; {weight.skipped} steps skipped: its gradient was not finite"
-    return found
 
 
 def make_report(
@@ -175,14 +113,14 @@ def make_report(
     captures: Captures,
     step: RegionStep | None,
     select_seconds: float,
-    controller: SamplingController | IdleController | None = None,
-    subspaces: Subspaces | None = None,
+    states: Mapping[str, State],
     fallbacks: Sequence[str] = (),
     clock: StepClock | None = None,
 ) -> Report:
     """Gather a `Report` from what the runtime knows.
 
     Args:
+        states: of the techniques, by their names.
         step: that ran last; None before the first, and where the model itself ran in its place, as `fallbacks` then say.
     """
     trainable = list(flops.order)
@@ -196,36 +134,27 @@ def make_report(
     if (step is None and not in_eager_mode) or other_length:
         reports = tuple(plan.rewrite(graph, size)[1])
     step_flops = reports[-1].step_flops_after if reports else flops.step
-    approximations = []
-    inexact = [p for p in plan.passes if p.preserves is not Preserves.EXACT and not (isinstance(p, Vcas) and plan.mixing)]
-    if cut:
-        rest = "" if inexact else "; the others' gradients are exact"
-        approximations.append(f"{len(cut)} tensors are not trained (their gradient is None){rest}")
-    approximations.extend(f"{p.name}: gradients {p.preserves.value}" for p in inexact)
+    running = step.reports if step is not None else reports  # batches of another size can take other decisions
+    sections = {p.name: technique(p).section(plan, graph, reports, running, states.get(p.name)) for p in plan.passes}
+    if in_eager_mode:
+        sections = {name: replace(section, facts={}, lines=()) for name, section in sections.items()}
+    inexact = [f"{name}: {section.approximation}" for name, section in sections.items() if section.approximation]
+    cut_by = "" if inexact else "; the others' gradients are exact"
+    untrained = [f"{len(cut)} tensors are not trained (their gradient is None){cut_by}"] if cut else []
     counters = captures.counters
-    running = step.reports if step is not None else reports  # batches of another size can take other orders
-    choices = [choice for report in running for choice in report.choices]
-    reordered = {choice.layer for choice in choices}
-    left_alone = {
-        name: why
-        for r in reports
-        if r.name in ("runlora", "lsp")
-        for name, why in r.changes.left_alone.items()
-        if name not in reordered
-    }
-    orders = [choice for choice in choices if isinstance(choice, Choice)]
     ratio = step_flops / flops.step if flops.step else 0.0
     peak = None
     if plan.memory is not None and not in_eager_mode:
         peak = plan.memory.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
-    last = controller.history[-1] if controller is not None and controller.history else None
-    variance = last.rows_variance + last.tokens_variance if last is not None else 0.0
-    summary = summarise(plan, reports, ratio, peak, variance, clock or StepClock(), step, captures.backend == "inductor")
+    used = {"flops": ratio, "variance": 0.0} | ({} if peak is None else {"memory": peak})
+    for section in sections.values():
+        used |= section.used
+    summary = summarise(plan, reports, used, clock or StepClock(), step, captures.backend == "inductor")
     return Report(
         budget=plan.budget.stated(),
         passes=[p.name for p in plan.passes if p.name not in summary.not_needed],
         plan=summary,
-        approximations=approximations,
+        approximations=[*untrained, *inexact],
         trained=len(selected),
         trainable=len(trainable),
         selected=selected,
@@ -247,10 +176,9 @@ def make_report(
         compile_seconds=counters.compile_seconds,
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
-        notes=[*graph.notes, *([f"the backward is not sampled: {plan.mixing}"] if plan.mixing else []), *fallbacks],
-        adapters=[{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in orders],
-        compressed=[_compressed(c, subspaces) for c in choices if isinstance(c, CompressionChoice)],
-        left_alone=left_alone,
-        sampling=None if in_eager_mode else _sampling(plan, graph, controller),
+        notes=[*graph.notes, *(note for section in sections.values() for note in section.notes), *fallbacks],
+        sections={name: dict(section.facts) for name, section in sections.items() if section.facts},
+        left_alone={name: why for section in sections.values() for name, why in section.left_alone.items()},
         selection=summarise_selection(plan, captured),
+        lines=[line for section in sections.values() for line in section.lines],
     )

@@ -29,11 +29,11 @@ from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.state_file import read_state, write_state
 from graphopt.runtime.stateful import Stateful
 
-Parts = Mapping[str, Stateful | None]
-"""Everything with a state, by name; None for what this model does without."""
+Parts = Mapping[str, Stateful]
+"""Everything with a state, by name: the states of techniques by theirs."""
 
 Names = Mapping[int, str]
-"""Names of parameters, and of the variables in place of compressed weights, by `id`."""
+"""Names of parameters, and of what optimizers step in their place, by `id`."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ class _OptimizerState:
     Attributes:
         kind: its type's name.
         parameters: name and shape of each, by group.
-        state: without what is a part of its own already.
+        state: without what is a part of the checkpoint already.
+        shared: the names of those parts.
     """
 
     kind: str
     parameters: list[list[tuple[str, tuple[int, ...]]]]
     state: dict[str, Any]
+    shared: list[str]
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ def save(
     names: Names,
 ) -> None:
     """Write a checkpoint; see `OptimizedModule.save_state`."""
-    held = {name: part.snapshot() for name, part in parts.items() if part is not None}
+    held = {name: part.snapshot() for name, part in parts.items()}
     state = _State(
         versions={"graphopt": graphopt.__version__, "torch": torch.__version__},
         parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
         plan=_plan_state(plan),
         parts=held,
-        optimizer=None if optimizer is None else _optimizer_state(optimizer, names),
+        optimizer=None if optimizer is None else _optimizer_state(optimizer, names, held),
     )
     write_state(path, to_plain(state))
 
@@ -111,11 +113,10 @@ def prepare(
         saved = from_plain(_State, tree, "the state")
         _check_model(saved.parameters, {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)})
         after = _prepared_plan(saved.plan, plan, saved.parameters)
-        living = {name: part for name, part in parts.items() if part is not None}
-        if set(saved.parts) != set(living):
-            different = ", ".join(sorted(set(saved.parts) ^ set(living)))
+        if set(saved.parts) != set(parts):
+            different = ", ".join(sorted(set(saved.parts) ^ set(parts)))
             raise InputError(f"only one of the checkpoint and this model has {different}: use the same passes and budget.")
-        steps = [part.prepare(saved.parts[name]) for name, part in living.items()]
+        steps = [part.prepare(saved.parts[name]) for name, part in parts.items()]
         if optimizer is not None:
             _load_optimizer(saved, optimizer, names)
     except InputError as error:
@@ -216,9 +217,10 @@ def _difference(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
     return "it was saved with passes of other types"
 
 
-def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names) -> _OptimizerState:
-    state = {name: value for name, value in optimizer.state_dict().items() if name != "subspaces"}
-    return _OptimizerState(_kind(optimizer), _parameters(optimizer, names), state)
+def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names, parts: Mapping[str, Any]) -> _OptimizerState:
+    whole = optimizer.state_dict()
+    state = {name: value for name, value in whole.items() if name not in parts}
+    return _OptimizerState(_kind(optimizer), _parameters(optimizer, names), state, sorted(set(whole) - set(state)))
 
 
 def _load_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: Names) -> None:
@@ -232,10 +234,10 @@ def _load_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: Name
             f"the optimizer steps other parameters, or the same in other groups or another order ({_first(theirs, ours)}): make "
             "it as it was when the state was saved."
         )
-    state = dict(saved.optimizer.state)
-    if saved.parts.get("subspaces") is not None and "moments" in state:
-        state["subspaces"] = saved.parts["subspaces"]
-    load_optimizer(optimizer, state)
+    unknown = sorted(set(saved.optimizer.shared) - set(saved.parts))
+    if unknown:
+        raise InputError(f"the optimizer's state lacks its part {unknown[0]}.")
+    load_optimizer(optimizer, saved.optimizer.state | {name: saved.parts[name] for name in saved.optimizer.shared})
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

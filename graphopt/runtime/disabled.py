@@ -20,7 +20,6 @@ from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
-from graphopt.passes import BY_NAME
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
@@ -59,8 +58,7 @@ class DisabledModule(OptimizedModule):
         super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
         self.__dict__["_running"] = Running(model, backend, Counters(), (), self.note, lambda: None) if compiles else None
-        for kind in BY_NAME.values():
-            kind.stand_in(self)
+        self.start()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
@@ -101,7 +99,7 @@ class DisabledModule(OptimizedModule):
             backend=backend if isinstance(backend, str) else getattr(backend, "__name__", "callable"), captures=0,
             compilations=0, capture_seconds=0.0, compile_seconds=0.0, rewrite_seconds=0.0, select_seconds=0.0,
             notes=[f"the model is trained as it is: {self._reason}"],
-            plan=summarise(self._plan, (), 1.0, None, 0.0, StepClock()),
+            plan=summarise(self._plan, (), {"flops": 1.0, "variance": 0.0}, StepClock()),
         )  # fmt: skip
 
     def dump(self, directory: str | Path) -> list[Path]:

@@ -66,8 +66,8 @@ class DropGradient:
         opt = None if self.opt is None else self.opt()
         if opt is not None and not opt.selects_tensor(self.name):
             parameter.grad = None
-            if opt.subspaces is not None:
-                opt.subspaces.clear_gradients([self.name])
+            for state in opt.states.values():
+                state.clear_gradients([self.name])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DropGradient, ()

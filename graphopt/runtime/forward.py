@@ -8,19 +8,19 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphopt.runtime.module import OptimizedModule
+    from graphopt.runtime.shared_module import SharedModule
 
 
 class Forward:
     """The forward of an optimised model, which shows the signature of the model's own."""
 
-    def __init__(self, opt: OptimizedModule) -> None:
+    def __init__(self, opt: SharedModule) -> None:
         self._opt = weakref.ref(opt)
         with contextlib.suppress(TypeError, ValueError):
             self.__signature__ = inspect.signature(opt._model.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `OptimizedModule.forward`."""
+        """See `forward` of the module."""
         opt = self._opt()
         assert opt is not None
         return type(opt).forward(opt, *args, **kwargs)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +15,14 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
 from graphopt.calls import flatten_call
 from graphopt.compat.dynamo import cause_of
-from graphopt.errors import GraphoptError, first_line
+from graphopt.errors import first_line
 from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import Running
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
-from graphopt.passes.lsp.optimizer import OptimizerType, SubspaceOptimizer
-from graphopt.passes.lsp.subspaces import Subspaces
+from graphopt.passes import BY_NAME
+from graphopt.passes.state import MakeOptimizer, State
 from graphopt.passes.technique import Decision, technique
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import used_times
@@ -32,33 +31,21 @@ from graphopt.report.summary import Report
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.fallback import Fallback
-from graphopt.runtime.forward import Forward
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
+from graphopt.runtime.shared_module import SharedModule
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.runtime.supply import Supply
 
-if TYPE_CHECKING:
-    from graphopt.passes.vcas.controller import IdleController, SamplingController
 
-_SHARED = (
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
-
-
-def _empty(kind: type[nn.Module]) -> nn.Module:
-    """A module before it has a state."""
-    return kind.__new__(kind)
-
-
-class OptimizedModule(nn.Module):
+class OptimizedModule(SharedModule):
     """`model` with its training step compiled under a plan; made by `graphopt.optimize`.
 
-    It shares the model's parameters, buffers and submodules, so `state_dict` keys, optimizers and checkpoints stay as they
-    are, and other attributes (`config`, `generate`, ...) are the model's. In training mode with gradients enabled a call
-    runs the compiled step; in eval mode or under `no_grad` it runs the model itself.
+    It passes for the model: see `SharedModule`. With gradients enabled a call runs the compiled step, else the model itself.
     """
+
+    without_code = ("_running", "_last_step")
+    without_graphs = ("_graph", "_profile")
 
     def __init__(
         self,
@@ -71,15 +58,11 @@ class OptimizedModule(nn.Module):
         recording: Recording | None = None,
         fullgraph: bool = False,
     ) -> None:
-        super().__init__()
-        self.__dict__["_model"] = model
-        for name in _SHARED:
-            if name in model.__dict__:
-                self.__dict__[name] = model.__dict__[name]
+        super().__init__(model)
         self.__dict__["_captures"] = captures
         self.__dict__["_fallback"] = Fallback(model)
         self.__dict__["_running"] = None
-        self.__dict__["_supply"] = Supply(plan, captures.uniforms)
+        self.__dict__["_states"] = {}
         self.__dict__["_several_graphs"] = recording is not None
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
@@ -88,76 +71,39 @@ class OptimizedModule(nn.Module):
         self.__dict__["_last_step"] = None
         self.__dict__["_select_seconds"] = select_seconds
         self.__dict__["_profile"] = None
-        self.__dict__["_controller"] = None
-        self.__dict__["_subspaces"] = None
         self.__dict__["_clock"] = StepClock()
         self.__dict__["_memory"] = MemoryWatch()
         self.__dict__["controllers"] = Controllers()
-        self.__dict__["forward"] = Forward(self)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """The model's: so that libraries find its `save_pretrained`, config and labels. `type(opt)` is `OptimizedModule`."""
-        model = self.__dict__.get("_model")
-        return type(self) if model is None else model.__class__
+    def start(self) -> None:
+        """Make what techniques keep while training goes on; `optimize` does it."""
+        for rewrite in self._plan.passes:
+            self._keep(rewrite.name, technique(rewrite).start(self))
+        for name, kind in BY_NAME.items():
+            if all(p.name != name for p in self._plan.passes):
+                self._keep(name, kind.stand_in(self))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Rebuilt by its type, as pickle takes `__class__`, which is the model's."""
-        return _empty, (type(self),), self.__getstate__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without graphs and compiled code: what is unpickled captures and compiles its own, in its first step."""
-        return {**self._without_code(), "_graph": None, "_profile": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.__dict__["forward"] = Forward(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self._without_code(), memo))
-        copied.__dict__["forward"] = Forward(copied)
-        return copied
-
-    def _without_code(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "forward"} | {"_running": None, "_last_step": None}
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_model"], name)
+    def _keep(self, name: str, state: State | None) -> None:
+        if state is not None:
+            self.states[name] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the model's, for compressed gradients, too."""
+        """As the model's, for gradients that a technique keeps elsewhere, too."""
         self._model.zero_grad(set_to_none)
-        if self.subspaces is not None:
-            self.subspaces.clear_gradients(self.subspaces.weights)
-
-    @property
-    def training(self) -> bool:
-        """The model's own flag: setting either sets both."""
-        model = self.__dict__.get("_model")
-        return True if model is None else model.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_model" in self.__dict__:
-            self.__dict__["_model"].training = mode
-
-    def train(self, mode: bool = True) -> OptimizedModule:
-        """Set training mode on the model, through its own `train`."""
-        self._model.train(mode)
-        return self
+        for state in self.states.values():
+            state.clear_gradients()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        if self.subspaces is not None:
-            return self._compressed_step(self.subspaces, args, kwargs)
-        return self._planned_step(self._plan, args, kwargs)
+        plan, states = self._plan, self.states.values()
+        for state in states:
+            plan = state.before_forward(plan, self._model)
+        output = self._planned_step(plan, args, kwargs)
+        for state in states:
+            state.after_forward(self._running.step)
+        return output
 
     def first_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
@@ -166,7 +112,7 @@ class OptimizedModule(nn.Module):
         captures, parts = self._captures, self._several_graphs
         return first_difference(
             self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim, parts,
-            self.subspaces,
+            tuple(self.states.values()),
         )  # fmt: skip
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -193,7 +139,7 @@ class OptimizedModule(nn.Module):
                 self._captures.batch_dim,
                 self._fullgraph,
                 self._several_graphs,
-                self._supply,
+                Supply(self._captures.uniforms, self.states),
             )
         running: Running = self._running
         try:
@@ -215,48 +161,27 @@ class OptimizedModule(nn.Module):
         self._clock.tick(running.step)
         return output
 
-    def _compressed_step(self, subspaces: Subspaces, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A step that compresses gradients; now and then one that looks whether the projectors still represent them."""
-        if not subspaces.used:
-            raise GraphoptError(
-                "gradients of this model are compressed, which an ordinary optimizer does not see: make yours with "
-                "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
-            )
-        parameters = {**dict(self._model.named_parameters(remove_duplicate=False))}
-        subspaces.follow_cleared_gradients([parameters[n] for n in self.selected if n not in subspaces.weights])
-        checking = subspaces.due()
-        subspaces.forwards += 1
-        output = self._planned_step(subspaces.checking(self._plan) if checking else self._plan, args, kwargs)
-        step = self._running.step
-        if checking and step is not None and not step.graph.compressed:
-            subspaces.nothing_to_check()
-        return output
-
     @property
-    def subspaces(self) -> Subspaces | None:
-        """The projectors of compressed gradients; None where none is compressed."""
-        return self.__dict__["_subspaces"]
+    def states(self) -> dict[str, State]:
+        """What techniques keep while training goes on, by their names."""
+        return self.__dict__["_states"]
 
-    def compress(self, subspaces: Subspaces) -> None:
-        """Have this model's gradients compressed."""
-        self.__dict__["_subspaces"] = subspaces
-        self._supply.subspaces = subspaces
-        self.__dict__["_plan"] = subspaces.offloading(self._plan)
-
-    def make_optimizer(self, make: OptimizerType, params: Any = None, **options: Any) -> torch.optim.Optimizer:
-        """An optimizer for this model; where gradients are compressed, one that steps them in their subspaces.
+    def make_optimizer(self, make: MakeOptimizer, params: Any = None, **options: Any) -> torch.optim.Optimizer:
+        """An optimizer for this model; where a technique keeps gradients elsewhere than in `.grad`, one that steps those, too.
 
         Args:
             make: such as `torch.optim.AdamW`.
             params: parameters of the model or groups of them, as `make` takes them; by default all that require a gradient.
             options: for `make`, such as `lr`.
         Raises:
-            InputError: an optimizer or an option that compressed gradients do not support.
+            InputError: an optimizer or an option that such a technique does not support.
         """
         groups = [p for p in self._model.parameters() if p.requires_grad] if params is None else params
-        if self.subspaces is None:
-            return make(groups, **options)
-        return SubspaceOptimizer(self.subspaces, self._model, make, groups, **options)
+        for state in self.states.values():
+            optimizer = state.optimizer(self._model, make, groups, options)
+            if optimizer is not None:
+                return optimizer
+        return make(groups, **options)
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""
@@ -332,8 +257,8 @@ class OptimizedModule(nn.Module):
             Whether it changed. A NaN or infinite importance, a batch that cannot be traced and too little memory keep the
             selection and warn.
         """
-        if isinstance(optimizer, SubspaceOptimizer):
-            optimizer = None  # it steps compressed gradients, by which tensors are not rated
+        if optimizer is not None and any(state.steps_with(optimizer) for state in self.states.values()):
+            optimizer = None  # it steps other gradients than those by which tensors are rated
         plan = self._plan
         selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
         now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._several_graphs)
@@ -344,13 +269,9 @@ class OptimizedModule(nn.Module):
         return outcome
 
     @property
-    def controller(self) -> SamplingController | IdleController | None:
-        """Adapts the sampler under `Budget(variance=...)`; None where nothing is adapted."""
-        return self.__dict__["_controller"]
-
-    def control(self, controller: SamplingController | IdleController) -> None:
-        """Have `controller` adapt this model's sampler."""
-        self.__dict__["_controller"] = controller
+    def controller(self) -> Any:
+        """What adapts the plan while training goes on, as a sampler's ratios under `Budget(variance=...)`; None: nothing does."""
+        return next((state for state in self.states.values() if state.adapts), None)
 
     @property
     def mixing(self) -> str:
@@ -386,9 +307,9 @@ class OptimizedModule(nn.Module):
         for name in before - self.selected:
             if name in parameters:
                 parameters[name].grad = None
-        if self.subspaces is not None:
-            self.subspaces.clear_gradients(before - self.selected)
-            self.subspaces.check_new(self.selected - before)
+        for state in self.states.values():
+            state.clear_gradients(before - self.selected)
+            state.selected(self.selected - before)
 
     def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write what graphopt itself knows to one file, so that training goes on from it as if it had never stopped.
@@ -404,8 +325,8 @@ class OptimizedModule(nn.Module):
         """
         from graphopt.runtime import checkpoint
 
-        if self.subspaces is not None:
-            self.subspaces.synchronize()
+        for state in self.states.values():
+            state.synchronize()
         checkpoint.save(path, self._model, self._plan, self._parts(), optimizer, self._names())
 
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -428,19 +349,14 @@ class OptimizedModule(nn.Module):
             self.__dict__["_running"] = None
         self._install(plan, self._graph, self._profile)
 
-    def _parts(self) -> dict[str, Stateful | None]:
+    def _parts(self) -> dict[str, Stateful]:
         """Everything but the plan that has a state."""
-        return {
-            "captures": self._captures,
-            "subspaces": self.subspaces,
-            "sampling": self.controller,
-            "controllers": self.controllers,
-        }
+        return {"captures": self._captures, "controllers": self.controllers, **self.states}
 
     def _names(self) -> dict[int, str]:
-        """Of parameters and of the variables in place of compressed weights, by `id`."""
-        compressed = {} if self.subspaces is None else self.subspaces.weights
-        return {id(p): n for n, p in self._model.named_parameters()} | {id(w.variable): n for n, w in compressed.items()}
+        """Of parameters and of what optimizers step in their place, by `id`."""
+        others = {id(v): n for state in self.states.values() for n, v in state.variables().items()}
+        return {id(p): n for n, p in self._model.named_parameters()} | others
 
     @property
     def report(self) -> Report:
@@ -454,8 +370,7 @@ class OptimizedModule(nn.Module):
             self._captures,
             self._last_step,
             self._select_seconds,
-            self.controller,
-            self.subspaces,
+            self.states,
             self._fallback.notes,
             self._clock,
         )

@@ -19,7 +19,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes.technique import technique
 from graphopt.planner.flops_limit import FlopsLimit
-from graphopt.planner.joint_plan import Means, within_memory
+from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan
 from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.captures import Captures
@@ -124,7 +124,7 @@ def select_anew(
     plan = replace(now.plan, train=frozenset(selection.names), selection=selection, importance=importance)
     try:
         if plan.memory is not None:
-            plan = within_memory(plan, graph, Means(freeze=True), lambda: importance)
+            plan = within_memory(plan, graph, lambda: importance)
             gain = _gain(importance.of(plan.train or known), current)
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
                 return Reselection(False, gain, seconds), None

@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from graphopt.compat import InputDesc, OutputDesc
 from graphopt.errors import PassError
-from graphopt.passes.base import Supplying
-from graphopt.passes.lsp.compressor import Part
-from graphopt.planner.plan import Plan
+from graphopt.passes.state import State
 from graphopt.runtime.uniforms import Uniforms
-
-if TYPE_CHECKING:
-    from graphopt.passes.lsp.subspaces import Subspaces
 
 
 class Supply:
     """The `Supplier` of an optimised model's steps.
 
     Attributes:
-        subspaces: of compressed gradients, where there are any.
-        passes: of the plan in force; those of users may supply values of their own, see `Supplying`.
+        uniforms: of inputs of kind "random".
+        states: of techniques, by their names; each knows its own inputs and results.
     """
 
-    def __init__(self, plan: Plan, uniforms: Uniforms) -> None:
+    def __init__(self, uniforms: Uniforms, states: Mapping[str, State]) -> None:
         self.uniforms = uniforms
-        self.passes = plan.passes
-        self.subspaces: Subspaces | None = None
+        self.states = states
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
         """See `Supplier`."""
         if desc.kind == "random":
             return self.uniforms.draw(desc.target, size[0], like.device)
-        if self.subspaces is not None and isinstance(desc.target, Part):
-            return self.subspaces.projector(desc, like.device)
-        return self._owner(desc).supply(desc, size, like)
+        for state in self.states.values():
+            value = state.supply(desc, size, like)
+            if value is not None:
+                return value
+        raise _nobody(desc)
 
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
         """See `Supplier`."""
-        if self.subspaces is not None and desc.kind == "compressed" and desc.target in self.subspaces.weights:
-            self.subspaces.add_gradient(desc.target, value)
-        else:
-            self._owner(desc).take(desc, value)
+        if not any(state.take(desc, value) for state in self.states.values()):
+            raise _nobody(desc)
 
     def finish(self) -> None:
         """See `Supplier`."""
-        if self.subspaces is not None:
-            self.subspaces.synchronize()
+        for state in self.states.values():
+            state.synchronize()
 
-    def _owner(self, desc: InputDesc | OutputDesc) -> Supplying:
-        found = next((p for p in self.passes if isinstance(p, Supplying)), None)
-        if found is None:
-            raise PassError(f"no pass says what the added input or result {desc.target!r} is: give the pass `supply` and `take`.")
-        return found
+
+def _nobody(desc: InputDesc | OutputDesc) -> PassError:
+    return PassError(
+        f"no pass says what the added input or result {desc.target!r} is: give the pass `supply` and `take`, or a state that has "
+        "them."
+    )

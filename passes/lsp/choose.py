@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from graphopt.passes.lsp.orders import ORDERS, CompressionShape, order_flops, steps
 from graphopt.passes.lsp.weight_gradients import Term, WeightGradient, find_weight_gradients
+from graphopt.passes.technique import Smaller
 
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, TimesFor
@@ -95,11 +96,26 @@ def compression_shape(gradient: WeightGradient, term: Term, rewrite: Lsp, graph:
     return CompressionShape(*gradient.shape, rows, rewrite.subspace, rewrite.nonzeros)
 
 
+def smaller_gradients(graph: TrainingGraph, rewrite: Lsp) -> dict[str, Smaller]:
+    """The compressed gradient with its projectors of every weight that can have one."""
+    found = {}
+    for gradient in find_weight_gradients(graph):
+        if rewrite.refusal(gradient):
+            continue
+        width = gradient.node.meta["val"].element_size()
+        projectors = sum(gradient.shape) * rewrite.nonzeros * (width + 4) * 2
+        shapes = [compression_shape(gradient, term, rewrite, graph) for term in gradient.terms]
+        flops = min(_flops(order, shapes, graph) for order in ORDERS)
+        found[gradient.name] = Smaller(projectors + rewrite.subspace**2 * width, flops)
+    return found
+
+
 def fewest_flops(gradient: WeightGradient, rewrite: Lsp, graph: TrainingGraph) -> str:
     """The order with the fewest FLOPs at the captured batch size."""
     shapes = [compression_shape(gradient, term, rewrite, graph) for term in gradient.terms]
+    return min(ORDERS, key=lambda order: _flops(order, shapes, graph))
 
-    def flops(order: str) -> int:
-        return sum(int(order_flops(order, s).subs(dict.fromkeys(s.rows.free_symbols, graph.batch_size))) for s in shapes)
 
-    return min(ORDERS, key=flops)
+def _flops(order: str, shapes: Sequence[CompressionShape], graph: TrainingGraph) -> int:
+    """FLOPs of an order at the captured batch size."""
+    return sum(int(order_flops(order, s).subs(dict.fromkeys(s.rows.free_symbols, graph.batch_size))) for s in shapes)

@@ -11,13 +11,12 @@ from graphopt.passes.lsp.host_adam import HostUpdate, Moments, adam_direction
 from graphopt.passes.lsp.offload import Apply, Offload, synchronize_before_reading
 from graphopt.passes.lsp.projectors import Subspace, transport
 from graphopt.passes.lsp.subspaces import Subspaces
+from graphopt.passes.state import MakeOptimizer
 from torch import Tensor, nn
 
 from graphopt.errors import GraphoptError, InputError
 from graphopt.runtime.load_optimizer import load_optimizer
 from graphopt.runtime.plain_values import from_plain, to_plain
-
-OptimizerType = Callable[..., torch.optim.Optimizer]
 
 
 class SubspaceOptimizer(torch.optim.Optimizer):
@@ -31,7 +30,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
     A compressed gradient that is not finite skips the step of its weight, and is counted (`skipped`, and in `opt.report`).
     """
 
-    def __init__(self, subspaces: Subspaces, model: nn.Module, make: OptimizerType, groups: Any, **options: Any) -> None:
+    def __init__(self, subspaces: Subspaces, model: nn.Module, make: MakeOptimizer, groups: Any, **options: Any) -> None:
         """Set up an optimizer; `OptimizedModule.make_optimizer` does it.
 
         Args:
@@ -145,7 +144,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
                 apply(update.direction.to(self._weights[name].device), self._weights[name])
         if self.subspaces.rewrite.schedule != "layerwise":
             self.synchronize()
-        self.subspaces.after_step(stepped)
+        self.subspaces.stepped(stepped)
         return loss
 
     def synchronize(self) -> None:
@@ -223,9 +222,10 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             self.moments[name] = Moments(torch.zeros_like(first), torch.zeros_like(second))
 
     def state_dict(self) -> dict[str, Any]:
-        """As of torch optimizers, with the projectors under "subspaces" and Adam's states in them under "moments"."""
+        """As of torch optimizers, with the projectors under "lsp" and Adam's states in them under "moments"."""
         self.synchronize()
-        return {**self.inner.state_dict(), "subspaces": self.subspaces.snapshot(), "moments": to_plain(self.moments)}
+        own = {self.subspaces.rewrite.name: self.subspaces.snapshot(), "moments": to_plain(self.moments)}
+        return self.inner.state_dict() | own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict()`.
@@ -233,11 +233,12 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: it is of another optimizer, of other weights, or of another size of subspace; nothing is changed then.
         """
-        if "subspaces" not in state_dict:
-            raise InputError("this is not the state of an optimizer with compressed gradients: it has no 'subspaces'.")
-        restore_subspaces = self.subspaces.prepare(state_dict["subspaces"])
+        projectors = self.subspaces.rewrite.name
+        if projectors not in state_dict:
+            raise InputError(f"this is not the state of an optimizer with compressed gradients: it has no {projectors!r}.")
+        restore_subspaces = self.subspaces.prepare(state_dict[projectors])
         moments = self._checked_moments(state_dict.get("moments"))
-        load_optimizer(self.inner, {k: v for k, v in state_dict.items() if k not in ("subspaces", "moments")})
+        load_optimizer(self.inner, {k: v for k, v in state_dict.items() if k not in (projectors, "moments")})
         self.param_groups = self.inner.param_groups
         self.synchronize()
         if self.offload is not None:

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from graphopt.passes.lsp.compressor import given_inputs
+from graphopt.passes.lsp.compressor import Part, given_inputs
 from graphopt.passes.lsp.learning import GradientMoments, draw_moments
 from graphopt.passes.lsp.offload import Offload
 from graphopt.passes.lsp.projectors import Subspace, Whole, draw_subspace, fit, unseen_energy
 from graphopt.passes.lsp.subspaces_state import SubspacesState, WeightState
 from graphopt.passes.lsp.technique import Lsp
+from graphopt.passes.state import MakeOptimizer, State
 from torch import Tensor, nn
 
-from graphopt.compat import InputDesc
+from graphopt.compat import InputDesc, OutputDesc
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.hand_over import new_receiver
 from graphopt.planner.plan import Plan
 from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.uniforms import check_generator_state
+
+if TYPE_CHECKING:
+    from graphopt.frontend.step import RegionStep
 
 Changed = Callable[[str, Subspace, Subspace, Tensor], None]
 """Told the name of a weight, its old subspace, its new one, and the energy in it that the old one left out (`unseen_energy`)."""
@@ -85,7 +89,7 @@ class CompressedWeight:
             self.changed(self.name, before, subspace, unseen)
 
 
-class Subspaces:
+class Subspaces(State):
     """Every compressed weight of a model, and the receiver to which checking steps hand full gradients, one at a time.
 
     Attributes:
@@ -93,6 +97,8 @@ class Subspaces:
         forwards: of the model since its last step.
         offloads: by weight, what is told of its compressed gradient in the middle of a backward, and of its use in a forward.
     """
+
+    own_optimizer = True
 
     def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor]) -> None:
         """Draw random projectors.
@@ -106,6 +112,7 @@ class Subspaces:
         self.used = False
         self.steps = self.forwards = 0
         self._checked_at = -1
+        self._checks = False
         for name, weight in weights.items():
             exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
             zero = torch.zeros((), dtype=exact, device=weight.device)
@@ -128,11 +135,65 @@ class Subspaces:
     def _drawn(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Subspace:
         return draw_subspace(shape, self.rewrite.subspace, self.rewrite.nonzeros, self.generator).to(device, dtype)
 
-    def projector(self, desc: InputDesc, device: torch.device) -> Tensor:
+    def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
+        """See `State`: now and then a step looks whether the projectors still represent the gradients.
+
+        Raises:
+            GraphoptError: no optimizer steps the compressed gradients.
+        """
+        if not self.used:
+            raise GraphoptError(
+                "gradients of this model are compressed, which an ordinary optimizer does not see: make yours with "
+                "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
+            )
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)}
+        self.follow_cleared_gradients([p for n, p in trained.items() if n not in self.weights])
+        self._checks = self.due()
+        self.forwards += 1
+        return self.checking(plan) if self._checks else plan
+
+    def after_forward(self, step: RegionStep | None) -> None:
+        """See `State`."""
+        if self._checks and step is not None and not step.graph.compressed:
+            self.nothing_to_check()
+
+    def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:
         """What a compiled step reads of a weight's projectors."""
+        if not isinstance(desc.target, Part):
+            return None
         compressed = self.weights[desc.target.weight]
-        compressed.follow(device)
+        compressed.follow(like.device)
         return compressed.inputs[desc]
+
+    def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> bool:
+        """See `State`."""
+        mine = desc.kind == "compressed" and desc.target in self.weights
+        if mine:
+            self.add_gradient(desc.target, value)
+        return mine
+
+    def image(self, name: str, gradient: Tensor) -> Tensor | None:
+        """P'GQ."""
+        if name not in self.weights:
+            return None
+        weight = self.weights[name]
+        return weight.subspace.compress(gradient.to(weight.variable.dtype))
+
+    def variables(self) -> Mapping[str, Tensor]:
+        """The variables D in the place of compressed weights."""
+        return {name: weight.variable for name, weight in self.weights.items()}
+
+    def optimizer(self, model: nn.Module, make: MakeOptimizer, groups: Any, options: Mapping[str, Any]) -> Any:
+        """One that steps compressed gradients in their subspaces."""
+        from graphopt.passes.lsp.optimizer import SubspaceOptimizer
+
+        return SubspaceOptimizer(self, model, make, groups, **options)
+
+    def steps_with(self, optimizer: torch.optim.Optimizer) -> bool:
+        """See `State`."""
+        from graphopt.passes.lsp.optimizer import SubspaceOptimizer
+
+        return isinstance(optimizer, SubspaceOptimizer)
 
     @torch.no_grad()
     def add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -165,12 +226,12 @@ class Subspaces:
         """The step that was to compare projectors computes no compressed gradient: none of these weights is trained now."""
         self._checked_at = self.steps // self.rewrite.check_every
 
-    def check_new(self, names: Iterable[str]) -> None:
-        """Some weights are trained from now on: have the next step fit projectors that have never seen a gradient."""
+    def selected(self, names: Iterable[str]) -> None:
+        """Have the next step fit projectors of these weights that have never seen a gradient."""
         if any(math.isnan(self.weights[name].error) for name in names if name in self.weights):
             self._checked_at = -1
 
-    def after_step(self, names: Iterable[str]) -> None:
+    def stepped(self, names: Iterable[str]) -> None:
         """An optimizer has stepped some weights: projectors that were fitted for them meanwhile come into force.
 
         With several optimizers, a step is over when each has made its own.
@@ -336,11 +397,11 @@ class Subspaces:
             ordinary: the model's other trained parameters.
         """
         if ordinary and all(p.grad is None for p in ordinary):
-            self.clear_gradients(self.weights)
+            self.clear_gradients()
 
-    def clear_gradients(self, names: Any) -> None:
-        """Forget the compressed gradients of some weights."""
-        for name in names:
+    def clear_gradients(self, names: Iterable[str] | None = None) -> None:
+        """See `State`."""
+        for name in self.weights if names is None else names:
             if name in self.weights:
                 self.weights[name].variable.grad = None
 

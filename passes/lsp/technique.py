@@ -10,19 +10,21 @@ Preserves: PROJECTED. g equals P'GQ of autograd's G to rounding; every other gra
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from graphopt.passes.base import Changes, Preserves, Site
-from graphopt.passes.lsp.choose import choose_compressions, fewest_flops
+from graphopt.passes.base import Changes, PassReport, Preserves, Site
+from graphopt.passes.lsp.choose import choose_compressions, fewest_flops, smaller_gradients
 from graphopt.passes.lsp.compressor import Compressor, Exchange, Part, given_inputs
 from graphopt.passes.lsp.offload_nodes import insert_offload
 from graphopt.passes.lsp.orders import ORDERS
 from graphopt.passes.lsp.projectors import draw_subspace
 from graphopt.passes.lsp.weight_gradients import WeightGradient, find_weight_gradients
-from graphopt.passes.technique import Planning, Technique
+from graphopt.passes.state import State
+from graphopt.passes.technique import Found, Offers, Planning, Section, Technique, left_alone
 from torch import Tensor
 
 from graphopt.compat import InputDesc
@@ -42,12 +44,14 @@ class Compressed:
     """Which gradients are compressed, and to whom they go; the numbers are those of `new_receiver`, in one process.
 
     Attributes:
-        weights: always the same ones, since an optimizer holds their state.
+        weights: always the same ones once they are `settled`, since an optimizer holds their state.
+        settled: the plan is made.
         offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
         checking: the receiver to which a step hands the full gradients, where it does not compress them itself.
     """
 
     weights: tuple[str, ...]
+    settled: bool = False
     offload: tuple[int, int] | None = None
     checking: int | None = None
 
@@ -65,7 +69,7 @@ class Lsp(Technique):
         subspace: s, the size of the compressed gradient.
         nonzeros: d, entries per row of the projectors.
         weights: names of the matrices to compress; None: every one whose gradient is a sum of matrix products and that is not
-            smaller than `subspace`.
+            smaller than `subspace`; (): those alone for which `Budget(memory=...)` leaves no other way.
         order: one of `ORDERS` for all; None: the planner chooses for each.
         criterion: what the planner minimises: "time" (measured) or "flops".
         check_every: steps after which the projectors are compared with the gradients of a batch; they are at the first step.
@@ -152,6 +156,31 @@ class Lsp(Technique):
             return f"{gradient.shape[0]} x {gradient.shape[1]} is smaller than subspace={self.subspace}"
         return ""
 
+    def offers(self, plan: Plan, graph: TrainingGraph) -> Offers:
+        """See `Technique`; where weights were named, all of these are compressed anyway."""
+        decided = self._decided(plan)
+        if self.weights != () or decided.settled:
+            return Offers(held=frozenset(decided.weights))
+        return Offers(smaller=smaller_gradients(graph, self), kept_value=max(1 - self.threshold**2, 0.05))
+
+    @classmethod
+    def offered(cls, graph: TrainingGraph) -> Lsp | None:
+        """With a quarter of the widest matrix, at most the paper's 512."""
+        widest = max((min(p.shape) for p in graph.trainable if len(p.shape) == 2), default=0)
+        if widest < 32:
+            return None
+        size = min(512, 2 ** int(math.log2(widest / 4)))
+        return cls(subspace=size, nonzeros=min(16, size // 2), weights=(), criterion="flops")
+
+    def adopt(self, plan: Plan, found: Found) -> Plan:
+        """See `Technique`."""
+        chosen = self.weights != () or self._decided(plan).settled
+        return plan if chosen else plan.decided(self.name, Compressed(found.smaller))
+
+    def _decided(self, plan: Plan) -> Compressed:
+        decided: Compressed = plan.decisions.get(self.name, Compressed(()))
+        return decided
+
     def after_selection(self, plan: Plan, planning: Planning) -> Plan:
         """The plan with the weights whose gradient is compressed whenever it is computed, whatever is selected and sampled later.
 
@@ -159,16 +188,18 @@ class Lsp(Technique):
             PassError: there is none; or the tensors to train were given, and a weight that was named, or every weight, is not
                 among them.
         """
+        if self.weights == ():
+            return plan.decided(self.name, replace(self._decided(plan), settled=True))
         names = tuple(site.name for site in self.applicable(planning.graph))
         if plan.train is None or plan.selection is not None:  # a selection may change: whatever it may train has a subspace
-            return plan.decided(self.name, Compressed(names))
+            return plan.decided(self.name, Compressed(names, settled=True))
         trained = tuple(name for name in names if name in plan.train)
         if not trained or (self.weights is not None and trained != names):
             cut = next(name for name in names if name not in plan.train)
             raise PassError(
                 f"lsp cannot compress the gradient of {cut}: greentrainer does not train it. Train it, or leave it out."
             )
-        return plan.decided(self.name, Compressed(trained))
+        return plan.decided(self.name, Compressed(trained, settled=True))
 
     def decide(
         self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph
@@ -193,17 +224,45 @@ class Lsp(Technique):
         hand_to, gate_of = mine.offload
         return insert_offload(graph, mine.weights, hand_to, gate_of, self.schedule == "layerwise")
 
+    def section(
+        self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
+    ) -> Section:
+        """Per weight ("compressed") how its gradient is compressed, and how well its projectors represent it."""
+        from graphopt.passes.lsp.subspaces import Subspaces
+
+        found = []
+        choices = [choice for report in ran if report.name == self.name for choice in report.choices]
+        for choice in choices:
+            fact = {**asdict(choice), "text": str(choice)}
+            if isinstance(state, Subspaces):
+                weight = state.weights[choice.layer]
+                fact |= {"error": weight.error, "fits": weight.fits, "skipped": weight.skipped}
+                fact["text"] += f"; projectors' error {weight.error:.2f} when last compared, {weight.fits} fits"
+                if weight.skipped:
+                    fact["text"] += f"; {weight.skipped} steps skipped: its gradient was not finite"
+            found.append(fact)
+        return Section(
+            {"compressed": found} if found else {},
+            tuple(f"compressed       {fact['text']}" for fact in found),
+            left_alone=left_alone(self.name, reports, [choice.layer for choice in choices]),
+            approximation=f"gradients {self.preserves.value}",
+        )
+
     def alone(self, plan: Plan) -> Plan:
         """See `Technique`: nothing is handed to the host in the middle of the backward."""
         mine = plan.decisions.get(self.name)
         return plan if mine is None else plan.decided(self.name, replace(mine, offload=None))
 
-    def start(self, opt: OptimizedModule) -> None:
-        """Draw projectors, and have the model's gradients compressed by them."""
+    def start(self, opt: OptimizedModule) -> State | None:
+        """Draw projectors, and have the model's gradients compressed by them; None if nothing is compressed."""
         from graphopt.passes.lsp.subspaces import Subspaces
 
         mine, tensors = opt.plan.decisions[self.name], opt.tensors()
-        opt.compress(Subspaces(self, {name: tensors[name] for name in mine.weights}))
+        if not mine.weights:
+            return None
+        subspaces = Subspaces(self, {name: tensors[name] for name in mine.weights})
+        opt.decide(self.name, replace(mine, offload=subspaces.offload))
+        return subspaces
 
     def example_inputs(self, graph: TrainingGraph, seed: int) -> dict[InputDesc, Tensor]:
         """For the contract of PROJECTED passes: a value for every input that `apply` added, with projectors drawn at random."""

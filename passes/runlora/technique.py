@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.base import Changes, PassReport, Preserves, Site
 from graphopt.passes.runlora.choose import TOLERABLE, Choice, choose_orders, merge_errors
 from graphopt.passes.runlora.orders import AUTOGRAD, Order, named_order
 from graphopt.passes.runlora.rewrite import fewest_flops, reorder
 from graphopt.passes.runlora.sites import find_lora_sites
 from graphopt.passes.runlora.within_memory import orders_within
-from graphopt.passes.technique import Planning, Technique
+from graphopt.passes.state import State
+from graphopt.passes.technique import Planning, Section, Technique, left_alone
 from torch import Tensor
 
 from graphopt.errors import PassError
@@ -54,6 +55,7 @@ class RunLora(Technique):
     serves = ()
     by_part = True
     decides = MergeErrors
+    unneeded = "autograd's own orders are the cheapest"
 
     def __post_init__(self) -> None:
         if self.criterion not in ("time", "flops"):
@@ -92,6 +94,18 @@ class RunLora(Technique):
         else:
             found = orders_within(plan.memory, graph, graph.batch_size, choose)
         return {name: choice.order for name, choice in found.items()}, tuple(found.values())
+
+    def section(
+        self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
+    ) -> Section:
+        """Per layer ("adapters") its order of products, FLOPs, bytes and predicted time before and after; what is left alone."""
+        choices = [choice for report in ran if report.name == self.name for choice in report.choices]
+        facts = [{**asdict(c), "order": str(c.order), "before": str(c.before), "text": str(c)} for c in choices]
+        return Section(
+            {"adapters": facts} if facts else {},
+            tuple(f"adapters         {choice}" for choice in choices),
+            left_alone=left_alone(self.name, reports, [choice.layer for choice in choices]),
+        )
 
     def apply(self, graph: TrainingGraph, decisions: Mapping[str, Order] | Collection[str]) -> Changes:
         """Give each layer the order in `decisions`; where only names are given, `order` or the one with the fewest FLOPs.

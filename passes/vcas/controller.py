@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from graphopt.passes.state import State
 from graphopt.passes.vcas.calibration import Call, Measurement
 from graphopt.passes.vcas.measuring import MeasuringStep, measuring_step
 from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, proposed
@@ -95,8 +96,10 @@ class _State:
     late: bool
 
 
-class IdleController:
+class IdleController(State):
     """Stands for a `SamplingController` where nothing is sampled, so that loops that are written for one run unchanged."""
+
+    adapts = True
 
     def __init__(self) -> None:
         self.counts = _Counts()
@@ -126,21 +129,8 @@ class IdleController:
         """None were saved by sampling."""
         return 0.0
 
-    def after_step(self, batch: Any) -> None:
-        """Do nothing."""
 
-    def snapshot(self) -> Any:
-        """See `Stateful`: there is nothing to keep."""
-        return {}
-
-    def prepare(self, snapshot: Any) -> Callable[[], None]:
-        """See `Stateful`."""
-        if snapshot != {}:
-            raise InputError("it was saved while rows were sampled, and this plan samples none: use the same passes.")
-        return lambda: None
-
-
-class SamplingController:
+class SamplingController(State):
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 
     `ROWS_SHARE` of the budget is for rows (V_act), the rest for the terms of weights' gradients (V_w). A calibration runs
@@ -157,6 +147,8 @@ class SamplingController:
             ...  # forward, backward, optimizer.step()
             opt.controller.after_step(batch)
     """
+
+    adapts = True
 
     def __init__(self, opt: OptimizedModule, rewrite: Vcas, tolerance: float) -> None:
         """Set up a controller; `optimize` does it.
@@ -182,6 +174,27 @@ class SamplingController:
     def __getstate__(self) -> dict[str, Any]:
         """Without compiled code."""
         return {**self.__dict__, "_step": None}
+
+    @property
+    def overhead(self) -> float:
+        """Of calibrations."""
+        return self.counts.calibrating
+
+    def facts(self) -> dict[str, Any]:
+        """For the report: what was last measured, and what was saved so far."""
+        last = self.history[-1] if self.history else None
+        return {
+            "rows_variance": last.rows_variance if last else 0.0,
+            "tokens_variance": last.tokens_variance if last else 0.0,
+            "flops_saved": self.flops_saved,
+            "calibrations": len(self.history),
+            "seconds": self.seconds,
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """See `State`; nothing where the last step was not sampled."""
+        reports = self.opt.last_step.reports if self.opt.last_step is not None else ()
+        return {"keep_rows": self.keep_rows} if any(r.name == self.rewrite.name for r in reports) else {}
 
     @property
     def keep_rows(self) -> float:
@@ -263,8 +276,8 @@ class SamplingController:
 
     def _lower(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
         """Lower the ratios of what is selected; returns `rows_variance`, `tokens_variance` and `flops_ratio` of `Adaptation`."""
-        if self.opt.subspaces is not None:
-            self.opt.subspaces.synchronize()  # the step reads the weights
+        for state in self.opt.states.values():
+            state.synchronize()  # the step reads the weights
         plan, call = self.opt.plan.before_sampling(), as_call(batch)
         self._step = step = measuring_step(self.opt.captures, plan, *call, self.rewrite.seed + 1, self._step)
         if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from graphopt.passes.base import Changes, Pass, Preserves, Site
-from graphopt.passes.technique import Planning, Technique
+from graphopt.passes.base import Changes, Pass, PassReport, Preserves, Site
+from graphopt.passes.state import State
+from graphopt.passes.technique import Planning, Section, Technique
 from graphopt.passes.vcas.boundaries import find_boundaries
 from graphopt.passes.vcas.independence import mixing_reason
 from graphopt.passes.vcas.products import find_weight_products
@@ -168,20 +169,45 @@ class Vcas(Technique):
         found = self.found(plan)
         return plan.decided(self.name, SampleSizes()) if found.ratios and found.batch_size != batch_size else plan
 
-    def start(self, opt: OptimizedModule) -> None:
+    def start(self, opt: OptimizedModule) -> State | None:
         """Have a controller find the ratios."""
         from graphopt.passes.vcas.controller import SamplingController
 
-        if self.adaptive and opt.budget.variance is not None:
-            opt.control(SamplingController(opt, self, opt.budget.variance))
+        variance = opt.budget.variance
+        return SamplingController(opt, self, variance) if self.adaptive and variance is not None else None
 
     @classmethod
-    def stand_in(cls, opt: OptimizedModule) -> None:
+    def stand_in(cls, opt: OptimizedModule) -> State | None:
         """A controller that does nothing, where the budget allows some variance."""
         from graphopt.passes.vcas.controller import IdleController
 
-        if opt.budget.variance is not None:
-            opt.control(IdleController())
+        return None if opt.budget.variance is None else IdleController()
+
+    def section(
+        self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
+    ) -> Section:
+        """The part of the rows kept per block ("rows") and of the terms per weight ("tokens").
+
+        Where a controller adapts them also the variance that each added when last measured, as a part of the mini-batch's
+        ("rows_variance", "tokens_variance"), and the part of all FLOPs saved so far, calibrations paid for ("flops_saved",
+        "calibrations", "seconds").
+        """
+        from graphopt.passes.vcas.controller import SamplingController
+
+        if plan.mixing:
+            return Section(notes=(f"the backward is not sampled: {plan.mixing}",))
+        before, _ = plan.before_sampling().rewrite(graph)
+        sites = [site.name for site in self.applicable(before)]
+        ratios = dict(self.found(plan).ratios) if self.adaptive else self.ratios(before)
+        facts: dict[str, Any] = {
+            kind: {s.removeprefix(prefix): ratios.get(s, 1.0) for s in sites if s.startswith(prefix)}
+            for kind, prefix in (("rows", ROWS), ("tokens", TOKENS))
+        }
+        used = {}
+        if isinstance(state, SamplingController):
+            facts |= state.facts()
+            used = {"variance": facts["rows_variance"] + facts["tokens_variance"]}
+        return Section(facts, tuple(_lines(facts)), approximation=f"gradients {self.preserves.value}", used=used)
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every boundary and every weight's product; none where the batch is not symbolic."""
@@ -228,3 +254,16 @@ class Vcas(Technique):
             raise PassError(f"nothing to sample at {', '.join(unknown)}.")
         ratios = dict(decisions) if isinstance(decisions, Mapping) else {name: own[name] for name in decisions}
         return sample(graph, ratios, Draws(graph, self.sampler, self.seed))
+
+
+def _lines(facts: Mapping[str, Any]) -> Iterator[str]:
+    """A section for people."""
+    for kind, what in (("rows", "rows kept"), ("tokens", "terms kept")):
+        kept = ", ".join(f"{name} {ratio:.3g}" for name, ratio in facts[kind].items() if ratio < 1)
+        yield f"{what:16} {kept or 'all'}"
+    if "flops_saved" in facts:
+        yield f"variance added   rows {facts['rows_variance']:.3%}, terms {facts['tokens_variance']:.3%} of the mini-batch's"
+        yield (
+            f"                 FLOPs saved so far {facts['flops_saved']:.1%} after {facts['calibrations']} calibrations "
+            f"({facts['seconds']:.1f} s)"
+        )

@@ -78,8 +78,8 @@ def test_training_with_everything_at_once(name: str, schedule: str, monkeypatch:
         loss.backward()
         trained = opt.selected
         for n, p in model.named_parameters():
-            assert p.grad is None or (n in trained and n not in opt.subspaces.weights), n
-        for n, w in opt.subspaces.weights.items():
+            assert p.grad is None or (n in trained and n not in opt.states["lsp"].weights), n
+        for n, w in opt.states["lsp"].weights.items():
             assert (w.variable.grad is None) == (n not in trained), n
         optimizer.step()
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_training_with_everything_at_once(name: str, schedule: str, monkeypatch:
     assert report.passes == ["greentrainer", *(["runlora"] if name == "lora" else []), "vcas", "lsp"]
     assert report.plan is not None
     assert set(report.plan.not_needed) == set() if name == "lora" else {"runlora"}
-    assert {w["layer"] for w in report.compressed} <= opt.selected
+    assert {w["layer"] for w in report.sections["lsp"]["compressed"]} <= opt.selected
     assert len(report.approximations) == 3
 
 
@@ -138,8 +138,8 @@ def test_a_compressed_weight_that_is_not_trained_is_refused() -> None:
             graphopt.optimize(model, inputs, passes=passes, backend="aot_eager")
     passes = [GreenTrainer(train=("second.weight", "third.bias")), Lsp(subspace=3, nonzeros=2)]
     opt = graphopt.optimize(model, inputs, passes=passes, backend="aot_eager")
-    assert opt.subspaces is not None
-    assert list(opt.subspaces.weights) == ["second.weight"]
+    assert "lsp" in opt.states
+    assert list(opt.states["lsp"].weights) == ["second.weight"]
 
 
 def test_a_selection_that_the_sampler_cannot_carry_out_is_not_made() -> None:
@@ -166,12 +166,12 @@ def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated(monk
     prefer_others(opt, monkeypatch)
     assert opt.reselect(data[3], optimizer).changed
     assert opt.controller.ratios == ()
-    new = [n for n in opt.selected - before if n in opt.subspaces.weights]
+    new = [n for n in opt.selected - before if n in opt.states["lsp"].weights]
     opt(**data[0]).loss.backward()
     optimizer.step()
     assert opt.last_step is None or opt.last_step.sampled_part == 1.0
     for n in new:
-        assert not math.isnan(opt.subspaces.weights[n].error), n  # compared with its first gradient
+        assert not math.isnan(opt.states["lsp"].weights[n].error), n  # compared with its first gradient
 
 
 class TwoLosses(nn.Module):

@@ -115,15 +115,6 @@ def test_a_damaged_decision_is_refused(ratios: Any, size: int) -> None:
         SampleSizes(ratios, size)
 
 
-STILL_NAME_TECHNIQUES = {
-    "frontend/against_eager.py",
-    "planner/flops_limit.py", "planner/joint_plan.py", "planner/make_plan.py",
-    "planner/pareto.py", "planner/rating.py", "report/summary.py",
-    "runtime/module.py", "runtime/supply.py",
-}  # fmt: skip
-"""Files of the core that import a technique; no other may, and none that no longer does may stay here."""
-
-
 TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer)"
 CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer)"
 IMPORT = re.compile(rf"^\s*from graphopt\.passes(\.{TECHNIQUES}[. ]| import .*\b{CLASSES}\b)", re.M)
@@ -133,4 +124,4 @@ def test_the_core_imports_no_technique() -> None:
     root = Path(graphopt.__file__).parent
     files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
     core = {place: file for place, file in files.items() if not place.startswith(("bench/", "passes/"))}
-    assert {place for place, file in core.items() if IMPORT.search(file.read_text())} == STILL_NAME_TECHNIQUES
+    assert {place for place, file in core.items() if IMPORT.search(file.read_text())} == set()

@@ -276,7 +276,7 @@ def compare(request: Request, opt: Any, ours: Run, expected: Run, size: int) -> 
         assert (a.grad is None) == (b.grad is None), "an input has a gradient in one of both modes"
         if a.grad is not None and b.grad is not None and exact:
             close(a.grad, b.grad, "an input's gradient", scale)
-    compressed = opt.subspaces.weights if opt.subspaces is not None else {}
+    compressed = opt.states["lsp"].weights if "lsp" in opt.states else {}
     for name, gradient in expected.gradients.items():
         found = ours.gradients[name]
         if name not in opt.selected or gradient is None:

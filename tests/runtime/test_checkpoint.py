@@ -145,7 +145,7 @@ def test_stopped_and_resumed_after_every_step_it_goes_on_bit_equal(case: str, tm
         run.model.load_state_dict(weights)
         torch.set_rng_state(random_state)
         if case == "vcas":  # its calibrations are at steps 3, 6, ... on that step's batch and the one before
-            held = read_state(path)["parts"]["sampling"]["recent"]
+            held = read_state(path)["parts"]["vcas"]["recent"]
             assert same(held, ((batch, {}),) if k % 3 == 1 else ())
     assert run.opt.selected == whole.opt.selected
     assert ratios_of(run.opt) == ratios_of(whole.opt)
@@ -157,7 +157,7 @@ def test_stopped_and_resumed_after_every_step_it_goes_on_bit_equal(case: str, tm
         assert [a.rows for a in run.opt.controller.history] == [a.rows for a in whole.opt.controller.history]
         assert run.opt.controller.flops_saved == whole.opt.controller.flops_saved
     if case in ("lsp", "lsp-layerwise"):
-        assert any(w.fits > 1 for w in run.opt.subspaces.weights.values())
+        assert any(w.fits > 1 for w in run.opt.states["lsp"].weights.values())
 
 
 @cache
@@ -311,7 +311,7 @@ def test_steps_that_were_compiled_by_other_times_are_compiled_again(tmp_path: Pa
 
 
 def test_projectors_that_wait_for_the_end_of_a_step_are_kept() -> None:
-    subspaces = trained("lsp").opt.subspaces
+    subspaces = trained("lsp").opt.states["lsp"]
     assert subspaces is not None
     weight, before = subspaces.weights["second.0.weight"], subspaces.snapshot()
     drawn, size = subspaces._drawn(weight.shape, torch.device("cpu"), torch.float32), subspaces.rewrite.subspace

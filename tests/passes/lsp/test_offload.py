@@ -147,7 +147,7 @@ def test_a_weight_waits_for_its_own_update_alone() -> None:
     seen = []
     apply = optimizer.offload._apply
     optimizer.offload._apply = lambda name, *rest: (seen.append(name), apply(name, *rest))
-    assert set(optimizer.offload.pending) == set(opt.subspaces.weights)
+    assert set(optimizer.offload.pending) == set(opt.states["lsp"].weights)
     blocked = threading.Event()
     last = "layers.6.weight"
     waiting = optimizer.offload.pending[last]
@@ -264,7 +264,7 @@ def test_two_optimizers_share_the_weights(schedule: str) -> None:
             optimizer.step()
         for optimizer in (*halves, one):
             optimizer.zero_grad()
-    assert opt.subspaces.steps == other.subspaces.steps == 7
+    assert opt.states["lsp"].steps == other.states["lsp"].steps == 7
     assert same(model, whole.state_dict())
 
 
@@ -305,7 +305,7 @@ def test_a_copy_that_fails_is_made_again(schedule: str) -> None:
 
 def test_penalties_on_weights_are_scaled_and_clipped_with_the_rest() -> None:
     model, opt, optimizer = made("layerwise")
-    weight = opt.subspaces.weights["layers.2.weight"]
+    weight = opt.states["lsp"].weights["layers.2.weight"]
     train(opt, optimizer, range(1))
     (opt(*batch(1)) + 100 * model.layers[2].weight.square().sum()).backward()  # type: ignore[index, union-attr]
     assert model.layers[2].weight.grad is None  # type: ignore[index, union-attr]

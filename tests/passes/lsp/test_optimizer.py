@@ -25,8 +25,8 @@ def test_the_loop_of_the_readme_learns() -> None:
     _, opt, optimizer = made(torch.float32, lr=1e-2)
     losses = train(opt, optimizer, data(1) * 60)
     assert losses[-1] < 0.5 * losses[0]
-    assert set(opt.subspaces.weights) == {"first.weight", "second.weight"}
-    assert all(w.error < 1 for w in opt.subspaces.weights.values())
+    assert set(opt.states["lsp"].weights) == {"first.weight", "second.weight"}
+    assert all(w.error < 1 for w in opt.states["lsp"].weights.values())
 
 
 def test_with_permutations_as_projectors_it_is_adamw() -> None:
@@ -34,7 +34,7 @@ def test_with_permutations_as_projectors_it_is_adamw() -> None:
     model, opt, optimizer = made(lsp={"subspace": 16, "nonzeros": 1}, weight_decay=0.1)
     reference = copy.deepcopy(model)
     full = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
-    weight = opt.subspaces.weights["second.weight"]
+    weight = opt.states["lsp"].weights["second.weight"]
     ones = torch.ones(16, 1, dtype=torch.float64)
     left, right = (Projector(torch.randperm(16).view(16, 1).to(torch.int32), ones, 16) for _ in range(2))
     weight.install(Subspace(left, right))
@@ -56,7 +56,7 @@ def test_a_step_is_the_one_of_the_paper() -> None:
     x, labels = data(1)[0]
     opt(x.double(), labels).backward()
     reference(x.double(), labels).backward()
-    weight = opt.subspaces.weights["second.weight"]
+    weight = opt.states["lsp"].weights["second.weight"]
     variable = torch.zeros(5, 5, dtype=torch.float64, requires_grad=True)
     gradient = dict(reference.named_parameters())["second.weight"].grad
     variable.grad = weight.subspace.left.dense().t() @ gradient @ weight.subspace.right.dense()
@@ -77,7 +77,7 @@ def test_clearing_gradients_on_the_model_clears_compressed_ones() -> None:
     for clear in clears:
         opt(x.double(), labels).backward()
         for name, wanted in compressed_reference(model, opt, lambda m: m(x.double(), labels)).items():
-            torch.testing.assert_close(opt.subspaces.weights[name].variable.grad, wanted)
+            torch.testing.assert_close(opt.states["lsp"].weights[name].variable.grad, wanted)
         clear()
 
 
@@ -87,13 +87,13 @@ def test_a_penalty_on_a_weight_itself_counts() -> None:
     train(opt, optimizer, data(1))
     expected = compressed_reference(model, opt, lambda m: m(x.double(), labels) + m.second.weight.square().sum())
     (opt(x.double(), labels) + model.second.weight.square().sum()).backward()
-    torch.testing.assert_close(opt.subspaces.weights["second.weight"].variable.grad, expected["second.weight"])
+    torch.testing.assert_close(opt.states["lsp"].weights["second.weight"].variable.grad, expected["second.weight"])
     assert model.second.weight.grad is None
     model.eval()
     optimizer.zero_grad()
     model(x.double(), labels).backward()
     expected = compressed_reference(model, opt, lambda m: m(x.double(), labels))
-    torch.testing.assert_close(opt.subspaces.weights["second.weight"].variable.grad, expected["second.weight"])
+    torch.testing.assert_close(opt.states["lsp"].weights["second.weight"].variable.grad, expected["second.weight"])
 
 
 def test_weights_that_no_optimizer_steps_get_no_gradient() -> None:
@@ -104,11 +104,11 @@ def test_weights_that_no_optimizer_steps_get_no_gradient() -> None:
     before = copy.deepcopy(model.state_dict())
     train(opt, optimizer, data(2))
     assert {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == {"second.weight"}
-    assert opt.subspaces.weights["first.weight"].variable.grad is None
+    assert opt.states["lsp"].weights["first.weight"].variable.grad is None
     optimizer.add_param_group({"params": [model.first.weight]})
     train(opt, optimizer, data(2))
     assert not torch.equal(model.first.weight, before["first.weight"])
-    assert math.isfinite(opt.subspaces.weights["first.weight"].error)
+    assert math.isfinite(opt.states["lsp"].weights["first.weight"].error)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_not_finite_skips_that_weight_only(bad: float) -> Non
     train(opt, optimizer, data(1))
     before = copy.deepcopy(model.state_dict())
     opt(data(1)[0][0].double(), data(1)[0][1]).backward()
-    opt.subspaces.weights["first.weight"].variable.grad[0, 0] = bad
+    opt.states["lsp"].weights["first.weight"].variable.grad[0, 0] = bad
     optimizer.step()
     assert torch.equal(model.first.weight, before["first.weight"])
     assert not torch.equal(model.second.weight, before["second.weight"])
@@ -188,7 +188,7 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(batches: int) -> None:
     options = {"check_every": 4, "batches": batches, "threshold": 0.3, "iterations": 3}
     model, opt, optimizer = made(lsp=options)
     train(opt, optimizer, data(8)[:5])
-    assert (opt.subspaces.weights["first.weight"].gathered is not None) == (batches == 3)
+    assert (opt.states["lsp"].weights["first.weight"].gathered is not None) == (batches == 3)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     expected = train(opt, optimizer, data(8)[5:])
     again, other, second = made(lsp=options)
@@ -206,10 +206,10 @@ def test_states_of_others_are_refused() -> None:
     _, _, denser = made(lsp={"nonzeros": 1})
     with pytest.raises(InputError, match=r"left nonzeros 2 for .*, this model 1"):
         denser.load_state_dict(state)
-    with pytest.raises(InputError, match="no 'subspaces'"):
+    with pytest.raises(InputError, match="no .lsp."):
         optimizer.load_state_dict(optimizer.inner.state_dict())
-    weights = {k: v for k, v in state["subspaces"]["weights"].items() if k != "first.weight"}
-    broken = {**state, "subspaces": {**state["subspaces"], "weights": weights}}
+    weights = {k: v for k, v in state["lsp"]["weights"].items() if k != "first.weight"}
+    broken = {**state, "lsp": {**state["lsp"], "weights": weights}}
     with pytest.raises(InputError, match=r"first\.weight"):
         optimizer.load_state_dict(broken)
 

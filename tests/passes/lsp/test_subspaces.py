@@ -25,7 +25,7 @@ def test_gradients_accumulate_and_projectors_stay_meanwhile() -> None:
     _, opt, optimizer = made(lsp={"check_every": 1})
     batches = data(2)
     train(opt, optimizer, batches[:1])
-    weight = opt.subspaces.weights["second.weight"]
+    weight = opt.states["lsp"].weights["second.weight"]
     opt(batches[0][0].double(), batches[0][1]).backward()
     first, subspace = weight.variable.grad.clone(), weight.subspace
     opt(batches[1][0].double(), batches[1][1]).backward()
@@ -38,7 +38,7 @@ def test_gradients_accumulate_and_projectors_stay_meanwhile() -> None:
 
 def test_projectors_are_compared_at_the_first_step_and_then_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr("graphopt.passes.lsp.subspaces.fit", lambda *a: seen.append(opt.subspaces.steps) or fit(*a))
+    monkeypatch.setattr("graphopt.passes.lsp.subspaces.fit", lambda *a: seen.append(opt.states["lsp"].steps) or fit(*a))
     _, opt, optimizer = made(lsp={"check_every": 3, "threshold": 0.01, "iterations": 2})
     train(opt, optimizer, data(8))
     assert sorted(set(seen)) == [0, 3, 6]
@@ -48,12 +48,12 @@ def test_a_check_fits_to_several_batches_and_compares_with_one_that_they_are_not
     fitted: list[tuple[int, Tensor]] = []
 
     def recording(start: Subspace, gradients: list[Tensor], *a: Any) -> Any:
-        fitted.append((opt.subspaces.steps, gradients[0]))
+        fitted.append((opt.states["lsp"].steps, gradients[0]))
         return fit(start, gradients, *a)
 
     monkeypatch.setattr("graphopt.passes.lsp.subspaces.fit", recording)
     model, opt, optimizer = made(lsp={"check_every": 5, "batches": 3, "threshold": 1e-3, "iterations": 20})
-    weight, references, latest = opt.subspaces.weights["second.weight"], [], []
+    weight, references, latest = opt.states["lsp"].weights["second.weight"], [], []
     for batch in data(8):
         reference = copy.deepcopy(model)
         reference.zero_grad()
@@ -75,10 +75,10 @@ def test_a_check_fits_to_several_batches_and_compares_with_one_that_they_are_not
 def test_a_check_of_one_batch_keeps_no_gradient_and_one_of_more_than_are_due_ends_in_time() -> None:
     _, opt, optimizer = made(lsp={"check_every": 2})
     train(opt, optimizer, data(1))
-    assert all(w.gathered is None for w in opt.subspaces.weights.values())
+    assert all(w.gathered is None for w in opt.states["lsp"].weights.values())
     _, opt, optimizer = made(lsp={"check_every": 2, "batches": 5, "threshold": 1e-3, "iterations": 5})
     train(opt, optimizer, data(4))
-    assert all(w.fits >= 2 and w.gathered is None for w in opt.subspaces.weights.values())
+    assert all(w.fits >= 2 and w.gathered is None for w in opt.states["lsp"].weights.values())
 
 
 def test_gradients_that_are_not_finite_do_not_count_in_a_check() -> None:
@@ -87,27 +87,27 @@ def test_gradients_that_are_not_finite_do_not_count_in_a_check() -> None:
     train(opt, optimizer, [(x, labels)])
     opt(x.double() * math.nan, labels).backward()
     optimizer.zero_grad()
-    assert all(w.batches == 1 and bool(torch.isfinite(w.gathered).all()) for w in opt.subspaces.weights.values())
+    assert all(w.batches == 1 and bool(torch.isfinite(w.gathered).all()) for w in opt.states["lsp"].weights.values())
     train(opt, optimizer, others)
-    assert all(w.batches == 0 and w.gathered is w.moments is None for w in opt.subspaces.weights.values())
+    assert all(w.batches == 0 and w.gathered is w.moments is None for w in opt.states["lsp"].weights.values())
 
 
 def test_good_projectors_are_left_alone_and_bad_ones_fitted_only_if_that_helps() -> None:
     _, opt, optimizer = made(lsp={"check_every": 1, "threshold": 1e6})
-    before = {name: w.subspace for name, w in opt.subspaces.weights.items()}
+    before = {name: w.subspace for name, w in opt.states["lsp"].weights.items()}
     train(opt, optimizer, data(2))
-    assert all(w.subspace is before[name] and w.fits == 0 and w.error > 0 for name, w in opt.subspaces.weights.items())
+    assert all(w.subspace is before[name] and w.fits == 0 and w.error > 0 for name, w in opt.states["lsp"].weights.items())
 
 
 def test_moments_move_with_the_projectors() -> None:
     model, opt, optimizer = made(lsp={"check_every": 2, "threshold": 1e-3, "iterations": 5})
     train(opt, optimizer, data(2))
     before = copy.deepcopy(optimizer.moments["second.weight"])
-    subspace = opt.subspaces.weights["second.weight"].subspace
+    subspace = opt.states["lsp"].weights["second.weight"].subspace
     reference = copy.deepcopy(model)
     reference(data(1)[0][0].double(), data(1)[0][1]).backward()
     opt(data(1)[0][0].double(), data(1)[0][1]).backward()
-    after, new = optimizer.moments["second.weight"], opt.subspaces.weights["second.weight"].subspace
+    after, new = optimizer.moments["second.weight"], opt.states["lsp"].weights["second.weight"].subspace
     assert new is not subspace
     left, right = new.left.dense().t() @ subspace.left.dense(), subspace.right.dense().t() @ new.right.dense()
     torch.testing.assert_close(after.first, left @ before.first @ right)
@@ -131,15 +131,15 @@ def test_several_forwards_in_one_step_have_one_subspace(backwards: str) -> None:
     elif backwards == "twice":
         expected = {}
         first.backward(retain_graph=True)
-        expected = {n: 2 * w.variable.grad for n, w in opt.subspaces.weights.items()}
+        expected = {n: 2 * w.variable.grad for n, w in opt.states["lsp"].weights.items()}
         first.backward()
     else:
         for loss in (first, second) if backwards == "first to last" else (second, first):
             loss.backward()
-    for name, w in opt.subspaces.weights.items():
+    for name, w in opt.states["lsp"].weights.items():
         torch.testing.assert_close(w.variable.grad, expected[name])
     optimizer.step()
-    assert all(w.error < 1 and w.next is None for w in opt.subspaces.weights.values())
+    assert all(w.error < 1 and w.next is None for w in opt.states["lsp"].weights.values())
 
 
 def test_a_check_that_saw_no_finite_gradient_is_made_again() -> None:
@@ -148,9 +148,9 @@ def test_a_check_that_saw_no_finite_gradient_is_made_again() -> None:
     opt(x.double(), labels)  # a forward alone
     opt(x.double() * math.inf, labels).backward()
     optimizer.zero_grad()
-    assert all(math.isnan(w.error) for w in opt.subspaces.weights.values())
+    assert all(math.isnan(w.error) for w in opt.states["lsp"].weights.values())
     train(opt, optimizer, data(1))
-    assert all(w.error < 1 for w in opt.subspaces.weights.values())
+    assert all(w.error < 1 for w in opt.states["lsp"].weights.values())
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -158,7 +158,7 @@ def test_errors_do_not_depend_on_the_scale_of_the_loss(scale: float) -> None:
     _, opt, _ = made(torch.float32)
     x, labels = data(1)[0]
     (opt(x, labels) * scale).backward()
-    assert all(0.1 < w.error < 1 for w in opt.subspaces.weights.values())
+    assert all(0.1 < w.error < 1 for w in opt.states["lsp"].weights.values())
 
 
 def test_copies_and_pickles_are_refused() -> None:
@@ -178,17 +178,17 @@ def test_selecting_anew_leaves_the_optimizer_alone_and_deselected_weights_where_
     opt = graphopt.optimize(model, data(1)[0], budget=0.75, passes=["greentrainer", rewrite], backend="aot_eager")
     optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-2)
     train(opt, optimizer, data(2))
-    before, steps = copy.deepcopy(model.state_dict()), opt.subspaces.steps
+    before, steps = copy.deepcopy(model.state_dict()), opt.states["lsp"].steps
     opt(*data(1)[0]).backward()
     opt.reselect(data(1)[0], optimizer)
-    assert opt.subspaces.steps == steps
+    assert opt.states["lsp"].steps == steps
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_the_report_says_what_is_compressed() -> None:
     _, opt, optimizer = made()
     train(opt, optimizer, data(2))
-    assert [w["layer"] for w in opt.report.compressed] == ["second.weight", "first.weight"]
+    assert [w["layer"] for w in opt.report.sections["lsp"]["compressed"]] == ["second.weight", "first.weight"]
     assert "second.weight: " in str(opt.report)
     assert opt.report.left_alone["third.weight"] == "3 x 16 is smaller than subspace=5"
     assert "lsp: gradients projected" in opt.report.approximations
@@ -247,7 +247,7 @@ def test_a_call_that_computes_a_gradient_in_another_way_compresses_it_too() -> N
     optimizer.zero_grad()
     expected = compressed_reference(model, opt, lambda m: m(x, True))
     opt(x, True).backward()
-    torch.testing.assert_close(opt.subspaces.weights["layer.weight"].variable.grad, expected["layer.weight"])
+    torch.testing.assert_close(opt.states["lsp"].weights["layer.weight"].variable.grad, expected["layer.weight"])
 
 
 def test_a_batch_that_is_not_finite_changes_no_projector() -> None:
@@ -255,8 +255,8 @@ def test_a_batch_that_is_not_finite_changes_no_projector() -> None:
     x, labels = data(1)[0]
     opt(x.double() * math.nan, labels).backward()
     optimizer.step()
-    assert set(optimizer.skipped) == set(opt.subspaces.weights)
-    assert all(w.fits == 0 for w in opt.subspaces.weights.values())
+    assert set(optimizer.skipped) == set(opt.states["lsp"].weights)
+    assert all(w.fits == 0 for w in opt.states["lsp"].weights.values())
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,9 @@ def test_a_batch_that_is_not_finite_changes_no_projector() -> None:
 def test_gathered_moments_of_other_weights_are_refused(field: str, change: Any) -> None:
     _, opt, optimizer = made(lsp={"check_every": 5, "batches": 3})
     train(opt, optimizer, data(1))
-    state = opt.subspaces.snapshot()
-    opt.subspaces.prepare(copy.deepcopy(state))
+    state = opt.states["lsp"].snapshot()
+    opt.states["lsp"].prepare(copy.deepcopy(state))
     left = state["weights"]["second.weight"]["moments"]["left"]
     left[field] = change(left[field])
     with pytest.raises(InputError, match=r"gradients of second.weight that a check under way"):
-        opt.subspaces.prepare(state)
+        opt.states["lsp"].prepare(state)

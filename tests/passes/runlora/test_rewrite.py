@@ -323,10 +323,10 @@ def test_merging_in_half_precision_waits_until_the_adapter_is_large_enough() -> 
                 parameter.zero_()
     assert set(merge_errors(graph, tensors).values()) == {1.0}
     opt(x).backward()
-    before = [a["order"] for a in opt.report.adapters]
+    before = [a["order"] for a in opt.report.sections["runlora"]["adapters"]]
     assert opt.recheck_merges()
     opt(x).backward()
-    after = [a["order"] for a in opt.report.adapters]
+    after = [a["order"] for a in opt.report.sections["runlora"]["adapters"]]
     assert any("forward2" in order for order in before)
     assert not any("forward2" in order for order in after)
     assert not opt.recheck_merges()
@@ -338,11 +338,11 @@ def test_another_batch_size_picks_anew_without_a_trace() -> None:
     orders = {}
     for rows in (2, 50):
         opt(batch(rows, 2)).backward()
-        orders[rows] = [a["order"] for a in opt.report.adapters]
+        orders[rows] = [a["order"] for a in opt.report.sections["runlora"]["adapters"]]
     assert opt.report.captures == 1
     assert all("forward1" in order for order in orders[2])
     assert all("forward2" in order for order in orders[50])
-    assert opt.report.adapters[0]["crossover_rows"] == pytest.approx(6 * 8 / 14)
+    assert opt.report.sections["runlora"]["adapters"][0]["crossover_rows"] == pytest.approx(6 * 8 / 14)
 
 
 def test_with_a_cut_and_with_checkpointing() -> None:
@@ -427,7 +427,7 @@ def test_auto_reorders_and_says_what_it_did() -> None:
         if theirs.grad is not None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
     assert opt.report.passes == ["runlora"]
-    assert len(opt.report.adapters) == 3
+    assert len(opt.report.sections["runlora"]["adapters"]) == 3
     assert "adapters" in str(opt.report)
     assert opt.report.to_dict()["adapters"][0]["flops_before"] > 0
     assert graphopt.optimize(Net(), (x,), backend="aot_eager").report.passes == []

@@ -115,10 +115,9 @@ def test_the_report_says_what_is_kept() -> None:
     _, controller, opt = trained(0.2, 60)
     assert controller is not None
     report = opt.report
-    assert report.sampling is not None
-    assert report.sampling["rows"].keys() == {"third", "second", "first"}
-    assert report.sampling["tokens"].keys() == {"third.weight", "second.weight", "first.weight"}
-    assert report.sampling["flops_saved"] == controller.flops_saved
+    assert report.sections["vcas"]["rows"].keys() == {"third", "second", "first"}
+    assert report.sections["vcas"]["tokens"].keys() == {"third.weight", "second.weight", "first.weight"}
+    assert report.sections["vcas"]["flops_saved"] == controller.flops_saved
     assert "vcas: gradients unbiased" in report.approximations
     assert "rows kept" in str(report)
     assert "variance added" in str(report)

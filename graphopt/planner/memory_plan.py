@@ -1,7 +1,7 @@
-"""A plan within a limit on memory: exact means first, then what costs least importance, held to the foretold peak of the step.
+"""A plan within a limit on memory: exact means first, then what costs least importance, held to the predicted peak of the step.
 
 The program of `graphopt.planner.solver` adds up bytes at the borders of segments. What it does not see (temporaries, what fusion
-saves) is measured as the difference to the foretold peak of the rewritten graph, and allowed for in the next round.
+saves) is measured as the difference to the predicted peak of the rewritten graph, and allowed for in the next round.
 """
 
 from __future__ import annotations
@@ -15,12 +15,8 @@ from graphopt.analysis.optimizers import Trained, optimizer_memory
 from graphopt.analysis.segments import find_segments
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import GreenTrainer, Lsp, Recompute
-from graphopt.passes.lsp import Compressed
-from graphopt.passes.lsp.choose import compression_shape
-from graphopt.passes.lsp.orders import ORDERS, order_flops
-from graphopt.passes.lsp.weight_gradients import find_weight_gradients
-from graphopt.passes.recompute import Segments
+from graphopt.passes import BY_NAME
+from graphopt.passes.technique import Found, Offers, technique
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.flops_limit import dearest_step, flops_saved
 from graphopt.planner.importance import Importance
@@ -31,30 +27,17 @@ from graphopt.planner.selection import Selection
 from graphopt.planner.solver import solve
 
 ROUNDS = 8
-"""Plans whose peak is foretold at most."""
+"""Plans whose peak is predicted at most."""
 
 FEWEST = 1e-3
 """Importance that every tensor has at least, as a part of the largest, where nothing limits FLOPs: all training is wanted."""
 
 
-@dataclass(frozen=True)
-class Means:
-    """What a plan may do to need less memory, beside computing segments again where its passes do that.
-
-    Attributes:
-        freeze: leave tensors untrained.
-        compress: the pass that may be added, and its sizes; None: gradients are not compressed.
-    """
-
-    freeze: bool = False
-    compress: Lsp | None = None
-
-
-def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable[[], Importance] | None = None) -> Plan:
+def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importance] | None = None) -> Plan:
     """A plan whose step stays within `plan.memory`, as near to the given one as that allows; the given one without a limit.
 
     Args:
-        rate: measures importance; called where exact means do not do and `means` allow others.
+        rate: measures importance; called where exact means do not do. None: what is trained stays as it is.
     Raises:
         BudgetError: no plan does; states the smallest feasible memory.
         ImportanceError: see `measure_importance`.
@@ -62,41 +45,63 @@ def within_memory(plan: Plan, graph: TrainingGraph, means: Means, rate: Callable
     limit = plan.memory
     if limit is None:
         return plan
-    if Recompute.name in plan.decisions:  # those of another selection
-        plan = plan.decided(Recompute.name, Segments(()))
-    least = _foretold(plan, graph, limit)
+    plan = adopted(plan, Found((), ()))  # without what was found for another selection
+    least = _predicted(plan, graph, limit)
     profile = flop_profile(graph)
     if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
         return plan
-    attempt = _Attempt(plan, graph, limit, least, profile, means, flops_saved(plan, graph, profile))
-    if not attempt.may_do_anything:
+    offers = offers_of(plan, graph)
+    if rate is None:
+        offers = replace(offers, leaves_untrained=False, smaller={})
+    attempt = _Attempt(plan, graph, limit, least, profile, offers, flops_saved(plan, graph, profile))
+    approximates = offers.leaves_untrained or bool(offers.smaller)
+    if not approximates and not offers.recomputes:
         raise _too_little(plan, graph, limit, least)
-    exact = attempt.search(make_problem(plan, graph, profile, None, None), train_all=True)
+    exact = attempt.search(make_problem(plan, graph, profile, None, replace(offers, smaller={})), train_all=True)
     if exact is not None:
         return exact
-    importance = plan.importance
-    if importance is None and rate is not None and (means.freeze or means.compress is not None):
-        importance = rate()
+    importance = rate() if plan.importance is None and rate is not None and approximates else plan.importance
     if importance is not None:
         attempt = replace(attempt, importance=importance)
-        found = attempt.search(make_problem(plan, graph, profile, importance, means.compress))
+        found = attempt.search(make_problem(plan, graph, profile, importance, offers))
         if found is not None:
             return found
-    smallest = attempt.smallest(make_problem(plan, graph, profile, attempt.importance, means.compress))
+    smallest = attempt.smallest(make_problem(plan, graph, profile, attempt.importance, offers))
     if smallest is not None:
-        peak = _foretold(smallest, graph, limit)
+        peak = _predicted(smallest, graph, limit)
         if peak <= limit.peak_bytes and _within_flops(smallest, graph, profile):
             return smallest
         least = min(least, peak)
     raise _too_little(plan, graph, limit, least)
 
 
+def offers_of(plan: Plan, graph: TrainingGraph) -> Offers:
+    """What the techniques of a plan offer together."""
+    found = [technique(p).offers(plan, graph) for p in plan.passes]
+    smaller = {name: gradient for offers in reversed(found) for name, gradient in offers.smaller.items()}
+    return Offers(
+        any(offers.leaves_untrained for offers in found),
+        any(offers.recomputes for offers in found),
+        smaller,
+        min((offers.kept_value for offers in found), default=1.0),
+        frozenset().union(*(offers.held for offers in found)),
+    )
+
+
+def adopted(plan: Plan, found: Found) -> Plan:
+    """The plan with what was found, each technique taking its own."""
+    for rewrite in plan.passes:
+        plan = technique(rewrite).adopt(plan, found)
+    return plan
+
+
 def _too_little(plan: Plan, graph: TrainingGraph, limit: MemoryLimit, least: int) -> BudgetError:
     flops = "" if plan.budget.flops is None else f" and flops={plan.budget.flops}"
-    recompute = "" if any(isinstance(p, Recompute) for p in plan.passes) else ", or add 'recompute' to passes"
+    others = [n for n, kind in BY_NAME.items() if "memory" in kind.serves and all(p.name != n for p in plan.passes)]
+    add = f", or add {' or '.join(map(repr, others))} to passes" if others else ""
     return BudgetError(
         f"memory={limit.peak_bytes:,} bytes is less than a step needs with a batch of {graph.batch_size} ({limit.backend}, "
-        f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch{recompute}."
+        f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch{add}."
     )
 
 
@@ -105,7 +110,7 @@ class _Attempt:
     """The search for one limit.
 
     Attributes:
-        plan_peak: what is foretold of `plan` as it is.
+        plan_peak: what is predicted of `plan` as it is.
         spare_flops: that its passes save, beyond what the program counts.
     """
 
@@ -114,12 +119,12 @@ class _Attempt:
     limit: MemoryLimit
     plan_peak: int
     profile: FlopProfile
-    means: Means
+    offers: Offers
     spare_flops: int = 0
     importance: Importance | None = None
 
     def search(self, problem: Problem, train_all: bool = False) -> Plan | None:
-        """The best plan whose foretold peak is within the limit; None if there is none."""
+        """The best plan whose predicted peak is within the limit; None if there is none."""
         everything = self._as_planned(problem)
         problem = everything if train_all else problem
         trained = [k for k, value in enumerate(everything.importance) if value]
@@ -131,8 +136,8 @@ class _Attempt:
                 self._flops_limit(spare_flops),
                 self.limit.peak_bytes - unseen,
                 train_all=train_all,
-                may_compress=not train_all and self.means.compress is not None,
-                may_recompute=self._may_recompute,
+                may_compress=not train_all,
+                may_recompute=self.offers.recomputes,
             )
             if allocation is None:
                 if unseen == start:
@@ -140,7 +145,7 @@ class _Attempt:
                 high = unseen
             else:
                 plan = self._plan(problem, allocation, train_all)
-                peak = _foretold(plan, self.graph, self.limit)
+                peak = _predicted(plan, self.graph, self.limit)
                 if peak <= self.limit.peak_bytes:
                     if _within_flops(plan, self.graph, self.profile):
                         return plan
@@ -155,15 +160,14 @@ class _Attempt:
 
     def smallest(self, problem: Problem) -> Plan | None:
         """The plan that needs least memory by these means."""
-        decided = not self.means.freeze
+        decided = not self.offers.leaves_untrained
         problem = self._as_planned(problem) if decided else problem
         allocation = solve(
             problem,
             self._flops_limit(self.spare_flops),
             smallest_memory=True,
             train_all=decided,
-            may_compress=self.means.compress is not None,
-            may_recompute=self._may_recompute,
+            may_recompute=self.offers.recomputes,
         )
         return None if allocation is None else self._plan(problem, allocation, decided)
 
@@ -173,17 +177,7 @@ class _Attempt:
         return replace(problem, importance=tuple(float(train is None or name in train) for name in problem.costs.names))
 
     def _plan(self, problem: Problem, allocation: Allocation, keep_selection: bool) -> Plan:
-        importance, compress = self.importance, self.means.compress
-        return planned(self.plan, self.graph, problem, allocation, importance, compress, keep_selection)
-
-    @property
-    def may_do_anything(self) -> bool:
-        """Whether there is any choice."""
-        return self._may_recompute or self.means.freeze or self.means.compress is not None
-
-    @property
-    def _may_recompute(self) -> bool:
-        return any(isinstance(p, Recompute) and p.segments is None for p in self.plan.passes)
+        return planned(self.plan, self.graph, problem, allocation, self.importance, keep_selection)
 
     def _flops_limit(self, spare_flops: int) -> int | None:
         if self.plan.budget.flops is None:
@@ -197,7 +191,6 @@ def planned(
     problem: Problem,
     allocation: Allocation,
     importance: Importance | None,
-    compress: Lsp | None,
     keep_selection: bool = False,
 ) -> Plan:
     """`plan` with a solution's decisions.
@@ -207,28 +200,19 @@ def planned(
     """
     names = problem.costs.names
     segments = [segment.name for segment in find_segments(graph)]
-    again = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
-    plan = plan.decided(Recompute.name, Segments(again))
-    passes = list(plan.passes)
-    if keep_selection:
-        return plan.with_passes(passes)
+    recomputed = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
+    smaller = () if keep_selection else tuple(sorted(names[k] for k in allocation.compressed))
     trained = tuple(names[k] for k in allocation.train)
-    if len(trained) < len(names) or plan.train is not None:
-        if not any(isinstance(p, GreenTrainer) for p in passes):
-            passes.append(GreenTrainer())
+    if not keep_selection and (len(trained) < len(names) or plan.train is not None):
         value = math.fsum(problem.importance[k] for k in allocation.train)
         cost = problem.costs.cost(allocation.train)
         ratio = problem.costs.part(problem.costs.forward_flops + cost)
         selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap)
         plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
-    if allocation.compressed and compress is not None:
-        compressed = tuple(sorted(names[k] for k in allocation.compressed))
-        passes.append(replace(compress, weights=compressed))
-        plan = plan.decided(Lsp.name, Compressed(compressed))
-    return plan.with_passes(passes)
+    return adopted(plan, Found(smaller, recomputed))
 
 
-def _foretold(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
+def _predicted(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
     return limit.peak_of(plan.rewrite(graph)[0], graph.batch_size)
 
 
@@ -238,13 +222,13 @@ def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> boo
 
 
 def make_problem(
-    plan: Plan, graph: TrainingGraph, profile: FlopProfile, importance: Importance | None, compress: Lsp | None
+    plan: Plan, graph: TrainingGraph, profile: FlopProfile, importance: Importance | None, offers: Offers
 ) -> Problem:
     """The numbers of a graph; see `Problem`.
 
     Args:
         plan: whose limit says which optimizer is used, and whose budget whether all is to be trained.
-        compress: how gradients may be compressed; None: they may not.
+        offers: of the plan's techniques.
     """
     assert plan.memory is not None
     costs = backward_costs(profile)
@@ -252,17 +236,17 @@ def make_problem(
     segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
     parameters = {p.name: p for p in graph.parameters}
     device = next(iter(graph.placeholders)).meta["val"].device
-    held = set(plan.decisions[Lsp.name].weights) if Lsp.name in plan.decisions else set()
-    trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in held]
+    trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in offers.held]
     states: dict[str, int] = {}
     for name, _, size in optimizer_memory(plan.memory.optimizer, trained, device).states:
         states[name] = states.get(name, 0) + size
-    added = {} if compress is None or held else _compressions(graph, costs.names, costs.weight_grad_flops, compress)
     tensors = []
-    for name in costs.names:
-        small, flops = added.get(name, (None, 0))
-        gradient = 0 if name in held else math.prod(parameters[name].shape) * parameters[name].dtype.itemsize
-        tensors.append(TensorBytes(gradient, states.get(name, 0), segment_of.get(name, 0), small, flops))
+    for name, formed in zip(costs.names, costs.weight_grad_flops, strict=True):
+        small = offers.smaller.get(name)
+        gradient = 0 if name in offers.held else math.prod(parameters[name].shape) * parameters[name].dtype.itemsize
+        more = 0 if small is None else max(0, small.flops - formed)  # now and then a step forms the gradient itself
+        bytes_, state = None if small is None else small.bytes, states.get(name, 0)
+        tensors.append(TensorBytes(gradient, state, segment_of.get(name, 0), bytes_, more))
     fixed = 0
     for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
         if desc.kind in ("parameter", "buffer", "input"):
@@ -274,35 +258,5 @@ def make_problem(
         rated = tuple(max(values.get(n, 0.0), FEWEST * largest) for n in costs.names)
     else:
         rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
-    kept = 1 - compress.threshold**2 if compress is not None else 1.0
     kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
-    return Problem(costs, rated, tuple(tensors), kinds, fixed, max(kept, 0.05))
-
-
-def _compressions(
-    graph: TrainingGraph, names: tuple[str, ...], formed: tuple[int, ...], rewrite: Lsp
-) -> dict[str, tuple[int, int]]:
-    """Bytes of a compressed gradient with its projectors, and the FLOPs that it adds, of every tensor that can have one."""
-    found = {}
-    own = dict(zip(names, formed, strict=True))
-    for gradient in find_weight_gradients(graph):
-        if gradient.name not in own or rewrite.refusal(gradient):
-            continue
-        shapes = [compression_shape(gradient, term, rewrite, graph) for term in gradient.terms]
-        flops = min(
-            sum(int(order_flops(o, s).subs(dict.fromkeys(s.rows.free_symbols, graph.batch_size))) for s in shapes) for o in ORDERS
-        )
-        width = gradient.node.meta["val"].element_size()
-        projectors = sum(gradient.shape) * rewrite.nonzeros * (width + 4) * 2
-        added = max(0, flops - own[gradient.name])  # steps that compare projectors form the gradient
-        found[gradient.name] = (projectors + rewrite.subspace**2 * width, added)
-    return found
-
-
-def default_compression(graph: TrainingGraph, limits_flops: bool) -> Lsp | None:
-    """The compression that a plan may add by itself: a quarter of the widest matrix, at most the paper's 512."""
-    widest = max((min(p.shape) for p in graph.trainable if len(p.shape) == 2), default=0)
-    if widest < 32:
-        return None
-    size = min(512, 2 ** int(math.log2(widest / 4)))
-    return Lsp(subspace=size, nonzeros=min(16, size // 2), criterion="flops" if limits_flops else "time")
+    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value)

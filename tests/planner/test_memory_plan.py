@@ -119,7 +119,7 @@ def test_an_infeasible_limit_names_the_smallest_feasible_one() -> None:
     model, x = tower(256)
     least = smallest(model, x)
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=least), backend="aot_eager")
-    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3) if opt.subspaces is not None else None
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3) if "lsp" in opt.states else None
     opt(x).backward()
     assert peak(opt, 256) <= least
     del optimizer

@@ -1,0 +1,90 @@
+"""A module that passes for another one: it shares its parameters, buffers, submodules and attributes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from graphopt.runtime.forward import Forward
+
+_SHARED = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    """A module before it has a state."""
+    return kind.__new__(kind)
+
+
+class SharedModule(nn.Module):
+    """Passes for `model`: `state_dict` keys, optimizers and checkpoints stay as they are, and unknown attributes are the model's.
+
+    Attributes:
+        without_code: names of attributes that hold compiled code, which copies and pickles do without.
+        without_graphs: of those that hold graphs, which pickles do without.
+    """
+
+    without_code: tuple[str, ...] = ()
+    without_graphs: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_model"] = model
+        for name in _SHARED:
+            if name in model.__dict__:
+                self.__dict__[name] = model.__dict__[name]
+        self.__dict__["forward"] = Forward(self)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The model's: so that libraries find its `save_pretrained`, config and labels. `type(self)` is our own."""
+        model = self.__dict__.get("_model")
+        return type(self) if model is None else model.__class__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Rebuilt by its type, as pickle takes `__class__`, which is the model's."""
+        return _empty, (type(self),), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without graphs and compiled code: what is unpickled captures and compiles its own, in its first step."""
+        return self._without_code() | dict.fromkeys(self.without_graphs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.__dict__["forward"] = Forward(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self._without_code(), memo))
+        copied.__dict__["forward"] = Forward(copied)
+        return copied
+
+    def _without_code(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "forward"} | dict.fromkeys(self.without_code)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_model"], name)
+
+    @property
+    def training(self) -> bool:
+        """The model's own flag: setting either sets both."""
+        model = self.__dict__.get("_model")
+        return True if model is None else model.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].training = mode
+
+    def train(self, mode: bool = True) -> Any:
+        """Set training mode on the model, through its own `train`."""
+        self._model.train(mode)
+        return self
