@@ -40,7 +40,6 @@ def prepared(
             args.subspace, args.nonzeros, check_every=args.check_every, batches=args.check_batches, threshold=args.threshold
         )
         opt = graphopt.optimize(model, example, passes=[rewrite], backend=args.backend)
-        assert "lsp" in opt.states
         compressed = [p for name, p in model.named_parameters() if name in opt.states["lsp"].weights]
         others = [p for name, p in model.named_parameters() if name not in opt.states["lsp"].weights]
         groups = [{"params": compressed, "lr": args.lsp_lr}, {"params": others}]
