@@ -62,6 +62,7 @@ def symbolic(graph: TrainingGraph, decompose: bool = False) -> TrainingGraph:
         module = compat.retrace(graph.module, values, compat.fake_mode_of(values), decompose)
     else:
         module = graph.clone().module
+        module.graph.output_node().meta.pop("desc", None)  # it lacks what passes have added, which the partitioner then drops
     _name_placeholders(graph, module)
     return replace(graph, module=module, notes=list(graph.notes))
 

@@ -238,7 +238,8 @@ def test_it_keeps_its_contract(name: str) -> None:
 
 def test_it_keeps_its_contract_beside_others() -> None:
     model, inputs = zoo.make("mlp", 4)
-    check_passes([GreenTrainer(train=("second.weight", "third.bias")), RunLora(), Rounding()], model, inputs)
+    trained = {"second.weight", "third.bias"}
+    check_passes([(GreenTrainer(), trained), (RunLora(), set()), (Rounding(), trained)], model, inputs)
 
 
 def test_errors_are_fed_back_and_the_controller_halves_the_step() -> None:
