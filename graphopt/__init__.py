@@ -3,9 +3,15 @@
 `optimize` turns a model into one whose training step is compiled under a budget; `analyze` counts what a step costs in
 FLOPs and bytes; `plan` says how to train on given devices.
 
-Map of the package: `api` is the pipeline; `capture`, `graph`, `specialise`, `lower` carry a model through the compiler;
-`analysis` counts, `planner` decides, `passes` rewrite, `runtime` runs; `report`, `dump`, `cli` show; `compat` holds every
-non-public torch API.
+The house, room by room:
+
+* `api` is the pipeline, top to bottom; `budget`, `calls`, `loss`, `errors` are what users and all rooms speak of.
+* `frontend` has torch.compile hand us its graphs: recorded to plan on, rewritten while AOTAutograd partitions them.
+* `capture`, `graph`, `transforms`, `specialise`, `lower`: the joint graph itself, and how it is edited, verified and run alone.
+* `analysis` counts FLOPs and bytes; `planner` decides what is trained and how budgets are met.
+* `passes` are the techniques, a room for each: `technique` has their hooks, `state` what they keep while training goes on.
+* `runtime` is the optimised model, its checkpoints and controllers; `integrations` the Trainer and `backend="graphopt"`.
+* `report` and `cli` show; `testing` holds passes to their contracts; `bench` measures; `compat` has every non-public torch API.
 """
 
 from typing import TYPE_CHECKING, Any

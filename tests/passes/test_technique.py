@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,15 +112,3 @@ def test_it_refuses_in_its_own_words() -> None:
 def test_a_damaged_decision_is_refused(ratios: Any, size: int) -> None:
     with pytest.raises(InputError, match="ratios of vcas"):
         SampleSizes(ratios, size)
-
-
-TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer)"
-CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer)"
-IMPORT = re.compile(rf"^\s*from graphopt\.passes(\.{TECHNIQUES}[. ]| import .*\b{CLASSES}\b)", re.M)
-
-
-def test_the_core_imports_no_technique() -> None:
-    root = Path(graphopt.__file__).parent
-    files = {file.relative_to(root).as_posix(): file for file in root.rglob("*.py")}
-    core = {place: file for place, file in files.items() if not place.startswith(("bench/", "passes/"))}
-    assert {place for place, file in core.items() if IMPORT.search(file.read_text())} == set()
