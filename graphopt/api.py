@@ -116,16 +116,16 @@ def optimize(
         capture_seconds = time.perf_counter() - start
         if recording is not None:
             chosen = _for_parts(chosen, passes == "auto")
-        mixing = functools.partial(captures.mixing, args=args, kwargs=kwargs)
+        not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
-        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, mixing, auto)
+        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, not_separable, auto)
     seconds = time.perf_counter() - start - capture_seconds
     opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph)
     if recording is not None:
         for told in (*recording.unplanned, _left_to_eager_mode(model, graph)):
             if told:
                 opt.note(told)
-    opt.start()
+    opt.start_techniques()
     if verify:
         with _training_mode(model):
             difference = opt.first_difference(args, kwargs)

@@ -40,13 +40,13 @@ class Planning:
         graph: the captured joint graph.
         tensors: the model's parameters and buffers by name.
         auto: the passes were not named by the user: one that has nothing to do may leave.
-        mixing: why rows of the backward must not be left out under a plan; "" if they may.
+        not_separable: why rows of the backward must not be left out under a plan; "" if they may.
     """
 
     graph: TrainingGraph
     tensors: Mapping[str, Tensor]
     auto: bool
-    mixing: Callable[[Plan], str]
+    not_separable: Callable[[Plan], str]
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ class Technique:
         """The plan with what it decides once that is known."""
         return plan
 
-    def reselected(self, plan: Plan, graph: TrainingGraph, mixing: Callable[[Plan], str]) -> Plan:
+    def reselected(self, plan: Plan, graph: TrainingGraph, not_separable: Callable[[Plan], str]) -> Plan:
         """The plan after other tensors were selected; what is computed again and compressed for the memory is chosen before.
 
         Args:
-            graph, mixing: see `Planning`.
+            graph, not_separable: see `Planning`.
         """
         return plan
 

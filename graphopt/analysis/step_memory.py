@@ -44,7 +44,7 @@ def step_memory(
         InputError: an unknown backend or optimizer, or `accumulation` below 1.
     """
     if backend not in ("inductor", "aot_eager"):
-        raise InputError(f"backend={backend!r}: the memory of 'inductor' or 'aot_eager' can be foretold.")
+        raise InputError(f"backend={backend!r}: the memory of 'inductor' or 'aot_eager' can be predicted.")
     if accumulation < 1:
         raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
     inductor = backend == "inductor"

@@ -33,7 +33,7 @@ def bench_greentrainer(repeats: Repeats = 9, models: Models = "", out: Out = Non
 
 @bench_app.command("memory")
 def bench_memory(models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
-    """Foretold against measured peak memory of mlp, cnn, bert, gpt2, opt, llama, t5 and vit, run and optimised in many ways."""
+    """Predicted against measured peak memory of mlp, cnn, bert, gpt2, opt, llama, t5 and vit, run and optimised in many ways."""
     from graphopt.bench import memory
 
     _measure(lambda console: memory.run(_listed(models), console), memory.show, out, as_json)

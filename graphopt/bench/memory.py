@@ -1,4 +1,4 @@
-"""`graphopt bench memory`: the foretold peak of a training step against the measured one, and that against torch.compile's.
+"""`graphopt bench memory`: the predicted peak of a training step against the measured one, and that against torch.compile's.
 
 On the CPU the measured peak is the largest running sum of the allocator's own events (torch.profiler's memory events) during one
 step; on CUDA it is `torch.cuda.max_memory_allocated`. What exists for the whole step (parameters, states, the batch) is part of
@@ -90,9 +90,9 @@ def run(models: list[str] | None, console: Console) -> dict[str, Any]:
 
 
 def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
-    """Foretold and measured peak of one case, and torch.compile's, in bytes."""
+    """Predicted and measured peak of one case, and torch.compile's, in bytes."""
     model, inputs = _made(case, device)
-    foretold: MemoryProfile = graphopt.analyze(
+    predicted: MemoryProfile = graphopt.analyze(
         model,
         inputs,
         backend=case.backend,
@@ -111,13 +111,13 @@ def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
         "checkpointing": case.checkpointing,
         "optimizer": case.optimizer,
         "batch": case.batch,
-        "foretold": foretold.peak_bytes,
+        "predicted": predicted.peak_bytes,
         "measured": measured,
         "torch_compile": theirs,
         "beside_torch_compile": None if theirs is None else measured / theirs - 1,
-        "error": foretold.peak_bytes / measured - 1,
-        "error_without_static": (foretold.peak_bytes - foretold.static_bytes) / (measured - held) - 1,
-        "phase": foretold.peak_phase,
+        "error": predicted.peak_bytes / measured - 1,
+        "error_without_static": (predicted.peak_bytes - predicted.static_bytes) / (measured - held) - 1,
+        "phase": predicted.peak_phase,
     }
 
 
@@ -192,7 +192,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
     title = f"peak memory of one training step, torch {results['torch']}, {results['device']}"
     columns = (
-        "model", "run by", "optimizer", "peak in", "batch", "foretold MB", "measured MB", "error", "without static",
+        "model", "run by", "optimizer", "peak in", "batch", "predicted MB", "measured MB", "error", "without static",
         "torch.compile",
     )  # fmt: skip
     console.print(table(columns, map(_cells, results["rows"]), words=4, title=title))
@@ -206,6 +206,6 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     beside = row["beside_torch_compile"]
     return (
         row["model"], row["backend"] + (", checkpointing" if row["checkpointing"] else ""), row["optimizer"], row["phase"],
-        row["batch"], f"{row['foretold'] / 1e6:.3f}", f"{row['measured'] / 1e6:.3f}", f"{row['error']:+.2%}",
+        row["batch"], f"{row['predicted'] / 1e6:.3f}", f"{row['measured'] / 1e6:.3f}", f"{row['error']:+.2%}",
         f"{row['error_without_static']:+.2%}", None if beside is None else f"{beside:+.2%}",
     )  # fmt: skip

@@ -272,7 +272,7 @@ class PlanBackend:
                 reason = first_line(error)
             if reason:
                 host.note(f"the backward is not sampled: {reason}")
-                plan = replace(plan, mixing=reason)
+                plan = replace(plan, not_separable=reason)
         candidates = [plan]
         if any(p.preserves is not Preserves.EXACT for p in plan.passes):
             candidates.append(plan.without_approximations())
@@ -301,7 +301,7 @@ class PlanBackend:
         from graphopt import __version__
 
         passes = [(p.name, repr(p)) for p in self.plan.passes]
-        batch = (self.plan.mixing, host.batch_size()) if self.plan.samples else ()
+        batch = (self.plan.not_separable, host.batch_size()) if self.plan.samples else ()
         plan = (self.plan.key, passes, host.values.numbers, batch)
         told = (__version__, region.names, needless, sorted(host.planned()), plan)
         return "graphopt " + hashlib.sha256(repr(told).encode()).hexdigest()

@@ -35,20 +35,20 @@ def make_plan(
     optimizer: torch.optim.Optimizer | None,
     loss: LossFunction | None,
     backend: Backend,
-    mixing: Callable[[Plan], str],
+    not_separable: Callable[[Plan], str],
     auto: bool = False,
 ) -> Plan:
     """Decide for every pass; see `optimize`.
 
     Args:
-        mixing: see `Planning`.
+        not_separable: see `Planning`.
         auto: passes that have nothing to do are left out.
     """
     left_out = {n: why for n, make in BY_NAME.items() if isinstance(why := make.wanted(budget), str)} if auto else {}
     if budget.memory is not None:
         passes = without_gradients(passes)  # a full backward may be just what does not fit
     plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer), not_needed=left_out)
-    planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, mixing)
+    planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, not_separable)
     for rewrite in passes:
         plan = technique(rewrite).before_selection(plan, planning)
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)

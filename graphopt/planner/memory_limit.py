@@ -14,7 +14,7 @@ from graphopt.lower import Backend
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit on the peak of a step, as `graphopt.analyze(...).memory` foretells it.
+    """A limit on the peak of a step, as `graphopt.analyze(...).memory` predicts it.
 
     Attributes:
         peak_bytes: the most that a step may need.
@@ -40,7 +40,7 @@ class MemoryLimit:
         return (memory if batch_size == memory.batch_size else memory.at(batch_size)).peak_bytes
 
     def peak_once(self, graph: TrainingGraph, key: Hashable, rewritten: Callable[[], TrainingGraph], batch_size: int) -> int:
-        """Peak bytes of a step of what `rewritten` makes of `graph`; foretold once for every `key` and batch size."""
+        """Peak bytes of a step of what `rewritten` makes of `graph`; predicted once for every `key` and batch size."""
         captured, peak = self._known.get((key, batch_size), (None, 0))
         if captured is not graph:
             peak = self.peak_of(rewritten(), batch_size)

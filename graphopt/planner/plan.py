@@ -50,7 +50,7 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
         raise PassError(f"{', '.join(sorted(twice))} stands more than once among the passes: leave one of them.")
     for rewrite in chosen:
         technique(rewrite).check(budget, chosen)
-    served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # foretold and checked, whatever the passes
+    served = {name for rewrite in chosen for name in rewrite.serves} | {"memory"}  # predicted and checked, whatever the passes
     if passes == "auto":
         served.update(budget.stated())  # a limit that no pass uses up is kept
     for name, value in budget.stated().items():
@@ -78,7 +78,7 @@ class Plan:
         selection: how `train` was found; None where it was given or nothing limits FLOPs.
         importance: what the selection maximised.
         memory: the budget's limit on memory.
-        mixing: why rows of the backward must not be left out, "" if they may; see `inseparable`.
+        not_separable: why rows of the backward must not be left out, "" if they may; see `inseparable`.
         decisions: of techniques, by their names.
         not_needed: why, by name, of passes that the budget would allow and that were left out.
         measures: its steps measure what others approximate, once in many: they leave out nothing.
@@ -90,7 +90,7 @@ class Plan:
     selection: Selection | None = None
     importance: Importance | None = None
     memory: MemoryLimit | None = None
-    mixing: str = ""
+    not_separable: str = ""
     decisions: Mapping[str, Any] = field(default_factory=dict)
     not_needed: Mapping[str, str] = field(default_factory=dict)
     measures: bool = False

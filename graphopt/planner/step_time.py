@@ -1,4 +1,4 @@
-"""The time of a step foretold: measured products, and memory traffic of everything else.
+"""The time of a step predicted: measured products, and memory traffic of everything else.
 
 A roofline (Williams et al., 2009) of the machine at hand, per operator: a matrix product takes what one of its shape was measured
 to take, another operator with FLOPs takes them at the rate of a large product, and the rest is held up by the memory.

@@ -1,4 +1,4 @@
-"""What a plan did, pass by pass, what was not needed, and what remains of the budget; foretold beside measured."""
+"""What a plan did, pass by pass, what was not needed, and what remains of the budget; predicted beside measured."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PlanSummary:
         contributions: per pass in force, FLOPs of the step and bytes kept for the backward before and after it.
         not_needed: why, by pass.
         remaining: of each dimension that the budget limits: the limit, what the plan uses by its own forecast, and the rest.
-        foretold: "seconds" of the forward and backward that ran last (see `step_seconds`), once they were measured three times;
+        predicted: "seconds" of the forward and backward that ran last (see `step_seconds`), once they were measured three times;
             "peak_bytes" where memory is limited. None otherwise.
         measured: "seconds" of a training step, optimizer and data loading included; "forward_backward" of the step that ran last,
             where that is not an accelerator's; "peak_bytes" of the device's allocator, where it has one. None otherwise.
@@ -58,7 +58,7 @@ class PlanSummary:
     contributions: list[dict[str, Any]]
     not_needed: dict[str, str]
     remaining: dict[str, dict[str, float]]
-    foretold: dict[str, float | None]
+    predicted: dict[str, float | None]
     measured: dict[str, float | None]
 
 
@@ -82,7 +82,7 @@ def summarise(
     limits = {name: limit for name, limit in plan.budget.stated().items() if name in used}
     remaining = {name: {"limit": limit, "used": used[name], "left": limit - used[name]} for name, limit in limits.items()}
     ran = None if step is None else median(step.seconds)
-    foretold = None if step is None or ran is None else step_seconds(step.graph, fuses)
+    predicted = None if step is None or ran is None else step_seconds(step.graph, fuses)
     inputs = () if step is None else (node.meta.get("val") for node in step.graph.placeholders)
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
         ran = None
@@ -101,7 +101,7 @@ def summarise(
         ],
         not_needed={**unchanged, **plan.not_needed},
         remaining=remaining,
-        foretold={"seconds": foretold, "peak_bytes": used.get("memory")},
+        predicted={"seconds": predicted, "peak_bytes": used.get("memory")},
         measured={"seconds": median(clock.seconds), "forward_backward": ran, "peak_bytes": _allocated_peak()},
     )
 
@@ -121,10 +121,10 @@ def plan_lines(summary: PlanSummary) -> list[str]:
     for name, of in summary.remaining.items():
         what = f"{of['used']:,.0f} of {of['limit']:,.0f} bytes" if name == "memory" else f"{of['used']:.2%} of {of['limit']:.2%}"
         lines.append(f"budget used      {name}: {what}")
-    if (foretold := summary.foretold["seconds"]) is not None:
+    if (predicted := summary.predicted["seconds"]) is not None:
         ran = summary.measured["forward_backward"]
         beside = f", measured {ran:.4f} s" if ran is not None else ""
-        lines.append(f"foretold         forward and backward {foretold:.4f} s" + beside)
+        lines.append(f"predicted        forward and backward {predicted:.4f} s" + beside)
     seconds, peak = summary.measured["seconds"], summary.measured["peak_bytes"]
     if seconds is not None:
         lines.append(

@@ -66,7 +66,7 @@ class Captures:
         """The joint graph for this call, traced if it is new."""
         return self.captured(flatten_call(args, kwargs), args, kwargs)[1]
 
-    def mixing(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    def not_separable(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why the backward of this call cannot be sampled; "" if it can."""
         inputs = flatten_call(args, kwargs)
         graph = self.captured(inputs, args, kwargs)[1]

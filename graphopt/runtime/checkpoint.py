@@ -45,7 +45,7 @@ class _PlanState:
     train: frozenset[str] | None
     selection: Selection | None
     importance: Importance | None
-    mixing: str
+    not_separable: str
     decisions: dict[str, Any]
 
 
@@ -144,7 +144,7 @@ def _plan_state(plan: Plan) -> _PlanState:
         train=plan.train,
         selection=plan.selection,
         importance=plan.importance,
-        mixing=plan.mixing,
+        not_separable=plan.not_separable,
         decisions={p.name: to_plain(plan.decisions[p.name]) for p in _loading(plan) if p.name in plan.decisions},
     )
 
@@ -176,7 +176,7 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
         train=saved.train,
         selection=saved.selection,
         importance=saved.importance,
-        mixing=saved.mixing,
+        not_separable=saved.not_separable,
         decisions=decisions,
     )
 

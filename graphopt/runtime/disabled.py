@@ -58,7 +58,7 @@ class DisabledModule(OptimizedModule):
         super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
         self.__dict__["_running"] = Running(model, backend, Counters(), (), self.note, lambda: None) if compiles else None
-        self.start()
+        self.start_techniques()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Foretells the peak of steps whose inputs are larger than the planned ones, once per shape."""
+    """Predicts the peak of steps whose inputs are larger than the planned ones, once per shape."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[torch.Size, ...]] = set()
@@ -44,7 +44,7 @@ class MemoryWatch:
             with compat.unobserved():
                 peak = limit.peak_once(graph, plan.key, lambda: plan.rewrite(graph, size)[0], size)
         except Exception as error:  # training never dies of an optimisation
-            logger.warning("the memory of a batch of %d cannot be foretold: %s", size, first_line(error))
+            logger.warning("the memory of a batch of %d cannot be predicted: %s", size, first_line(error))
             return None
         if peak <= limit.peak_bytes:
             return None

@@ -75,7 +75,7 @@ class OptimizedModule(SharedModule):
         self.__dict__["_memory"] = MemoryWatch()
         self.__dict__["controllers"] = Controllers()
 
-    def start(self) -> None:
+    def start_techniques(self) -> None:
         """Make what techniques keep while training goes on; `optimize` does it."""
         for rewrite in self._plan.passes:
             self._keep(rewrite.name, technique(rewrite).start(self))
@@ -274,9 +274,9 @@ class OptimizedModule(SharedModule):
         return next((state for state in self.states.values() if state.adapts), None)
 
     @property
-    def mixing(self) -> str:
+    def not_separable(self) -> str:
         """Why the backward is not sampled; "" if it may be."""
-        return self._plan.mixing
+        return self._plan.not_separable
 
     def decide(self, name: str, decision: Decision) -> None:
         """Put a technique's decision in force."""

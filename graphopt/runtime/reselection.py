@@ -129,7 +129,7 @@ def select_anew(
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
                 return Reselection(False, gain, seconds), None
         for rewrite in plan.passes:
-            plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.mixing(plan, args, kwargs))
+            plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.not_separable(plan, args, kwargs))
         plan.rewrite(graph, now.captures.batch_size(args, kwargs))
     except (PassError, BudgetError) as error:
         logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)

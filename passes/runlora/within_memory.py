@@ -20,7 +20,7 @@ _LOWEST, _HIGHEST, _STEPS = -18.0, 18.0, 24
 def orders_within(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, choose: ChooseOrders) -> dict[str, Choice]:
     """The cheapest orders with which a step stays within `limit`; if none do, those that keep the fewest bytes.
 
-    Orders are rewritten into the graph and their peak foretold; the excess tells how many bytes fewer must be kept.
+    Orders are rewritten into the graph and their peak predicted; the excess tells how many bytes fewer must be kept.
     """
     choices = choose(0.0)
     least = choose(10.0**_HIGHEST)

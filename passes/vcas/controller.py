@@ -233,7 +233,7 @@ class SamplingController(State):
             as for want of memory (`opt.report` says why): the ratios stay.
         """
         self.counts.steps += 1
-        if self.opt.mixing:
+        if self.opt.not_separable:
             self.counts.spent += 1.0
             return None
         self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0

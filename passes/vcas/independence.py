@@ -35,7 +35,7 @@ NOISE = 0.1
 """How far weights are moved, relative to their spread; weights that are all alike are moved by this much."""
 
 
-def mixing_reason(graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
+def why_not_separable(graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
     """Why rows of this graph's backward must not be left out, naming the operator; "" if they may.
 
     Args:

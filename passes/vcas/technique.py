@@ -10,7 +10,7 @@ from graphopt.passes.base import Changes, Pass, PassReport, Preserves, Site
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique
 from graphopt.passes.vcas.boundaries import find_boundaries
-from graphopt.passes.vcas.independence import mixing_reason
+from graphopt.passes.vcas.independence import why_not_separable
 from graphopt.passes.vcas.products import find_weight_products
 from graphopt.passes.vcas.rewrite import ROWS, TOKENS, Draws, sample
 from torch import Tensor
@@ -127,13 +127,13 @@ class Vcas(Technique):
         Raises:
             PassError: it cannot, although the caller asked for it by stating ratios; or they do not fit the model.
         """
-        reason = planning.mixing(plan)
+        reason = planning.not_separable(plan)
         if not self.adaptive:
             if reason:
                 remedy = "Pass an example of at least 2 samples" if planning.graph.batch_size == 1 else "Remove the vcas pass"
                 raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
             self.ratios(plan.before_sampling().rewrite(planning.graph)[0])
-        return replace(plan, mixing=reason)
+        return replace(plan, not_separable=reason)
 
     def found(self, plan: Plan) -> SampleSizes:
         """What a controller has decided."""
@@ -142,7 +142,7 @@ class Vcas(Technique):
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, float], tuple[()]]:
         """The ratios by site; none where the backward cannot be sampled."""
-        if plan.mixing or plan.measures or not graph.symbolic:
+        if plan.not_separable or plan.measures or not graph.symbolic:
             return {}, ()
         if not self.adaptive:
             return self.ratios(graph), ()
@@ -152,13 +152,15 @@ class Vcas(Technique):
         known = {site.name for site in self.applicable(graph)}  # another selection may have fewer sites
         return {name: ratio for name, ratio in found.ratios if name in known}, ()
 
-    def reselected(self, plan: Plan, graph: TrainingGraph, mixing: Callable[[Plan], str]) -> Plan:
+    def reselected(self, plan: Plan, graph: TrainingGraph, not_separable: Callable[[Plan], str]) -> Plan:
         """The plan without ratios: another selection has other boundaries. Until the next calibration every row is kept."""
-        return replace(plan.decided(self.name, SampleSizes()), mixing=mixing(plan) if graph.symbolic else plan.mixing)
+        return replace(
+            plan.decided(self.name, SampleSizes()), not_separable=not_separable(plan) if graph.symbolic else plan.not_separable
+        )
 
     def inseparable(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:
-        """See `mixing_reason`."""
-        return mixing_reason(graph, tensors, inputs)
+        """See `why_not_separable`."""
+        return why_not_separable(graph, tensors, inputs)
 
     def leaves_out(self, plan: Plan) -> bool:
         """See `Technique`; a step that measures never does."""
@@ -194,8 +196,8 @@ class Vcas(Technique):
         """
         from graphopt.passes.vcas.controller import SamplingController
 
-        if plan.mixing:
-            return Section(notes=(f"the backward is not sampled: {plan.mixing}",))
+        if plan.not_separable:
+            return Section(notes=(f"the backward is not sampled: {plan.not_separable}",))
         before, _ = plan.before_sampling().rewrite(graph)
         sites = [site.name for site in self.applicable(before)]
         ratios = dict(self.found(plan).ratios) if self.adaptive else self.ratios(before)

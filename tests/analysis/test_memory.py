@@ -1,4 +1,4 @@
-"""Foretold memory against the allocator's own events, and what a profile says about itself."""
+"""Predicted memory against the allocator's own events, and what a profile says about itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measured_peak(step: nn.Module, inputs: object, optimizer_name: str) -> int:
     return peak_and_rest(train)[0]
 
 
-def foretold(name: str, backend: str, optimizer: str, batch: int = BATCH, **options: bool | int) -> MemoryProfile:
+def predicted(name: str, backend: str, optimizer: str, batch: int = BATCH, **options: bool | int) -> MemoryProfile:
     if backend != "eager":
         return step_memory(zoo.captured(name, batch), backend, optimizer, **options)  # type: ignore[arg-type]
     model, inputs = zoo.make(name, batch)
@@ -48,7 +48,7 @@ MASKED = ("t5-tied", "vit")
 """Their masks are computed from the batch in the graph that is planned on, and are constants in the one that runs."""
 
 
-def assert_compiled_peak_is_foretold(
+def assert_compiled_peak_is_predicted(
     model: nn.Module, inputs: object, backend: str, optimizer: str, tolerance: float, masked: bool = False
 ) -> None:
     """Within `tolerance`; of a `masked` model by the graph that runs, and by the planned one no less."""
@@ -64,36 +64,36 @@ def assert_compiled_peak_is_foretold(
 # Eager LSTMs run in a library whose workspace torch does not reveal.
 @pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
 def test_the_peak_is_the_allocators(name: str) -> None:
-    assert_compiled_peak_is_foretold(*zoo.make(name, BATCH), "aot_eager", "adamw", 0.01, name in MASKED)
+    assert_compiled_peak_is_predicted(*zoo.make(name, BATCH), "aot_eager", "adamw", 0.01, name in MASKED)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "lora"])
 def test_the_peak_under_inductor_is_the_allocators(name: str) -> None:
     """Of the program that Inductor would generate: what it fuses, recomputes, reorders and copies to other layouts."""
     model, inputs = zoo.make(name, BATCH)
-    assert_compiled_peak_is_foretold(zoo.in_one_block(model), inputs, "inductor", "sgd", 0.001)
+    assert_compiled_peak_is_predicted(zoo.in_one_block(model), inputs, "inductor", "sgd", 0.001)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
 def test_the_peak_in_eager_mode_is_the_allocators(name: str) -> None:
-    profile = foretold(name, "eager", "adamw")
+    profile = predicted(name, "eager", "adamw")
     measured = measured_peak(*zoo.make(name, BATCH), "adamw")
     assert profile.peak_bytes - profile.static_bytes == pytest.approx(measured, rel=0.01)
 
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager", "eager"])
-def test_analyze_foretells_the_same(backend: str) -> None:
+def test_analyze_predicts_the_same(backend: str) -> None:
     model, inputs = zoo.make("mlp", BATCH)
     analysis = graphopt.analyze(model, inputs, backend=backend, accumulation=2, keep_outputs=True)  # type: ignore[arg-type]
-    assert analysis.memory.timeline == foretold("mlp", backend, "adamw", accumulation=2, keep_outputs=True).timeline
+    assert analysis.memory.timeline == predicted("mlp", backend, "adamw", accumulation=2, keep_outputs=True).timeline
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
 def test_another_batch_is_what_analysis_there_says(name: str, backend: str) -> None:
-    profile = foretold(name, backend, "adamw")
+    profile = predicted(name, backend, "adamw")
     for batch in (3, 17):
-        again = foretold(name, backend, "adamw", batch)
+        again = predicted(name, backend, "adamw", batch)
         assert profile.at(batch).peak_bytes == again.peak_bytes
         assert profile.at(batch).breakdown == again.breakdown
 
@@ -101,31 +101,31 @@ def test_another_batch_is_what_analysis_there_says(name: str, backend: str) -> N
 @pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
 def test_another_batch_under_inductor_runs_nearly_the_same_program(name: str) -> None:
     """Inductor's choices depend on sizes, so the program for another batch can differ in a few small buffers."""
-    profile = foretold(name, "inductor", "adamw")
+    profile = predicted(name, "inductor", "adamw")
     for batch in (3, 17):
-        assert profile.at(batch).peak_bytes == pytest.approx(foretold(name, "inductor", "adamw", batch).peak_bytes, rel=0.001)
+        assert profile.at(batch).peak_bytes == pytest.approx(predicted(name, "inductor", "adamw", batch).peak_bytes, rel=0.001)
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    profile = foretold("bert", "aot_eager", "adamw")
+    profile = predicted("bert", "aot_eager", "adamw")
     capacity = profile.at(17).peak_bytes + 1
     assert profile.max_batch(capacity) == 17
-    assert foretold("bert", "aot_eager", "adamw", 17).peak_bytes <= capacity
-    assert capacity < foretold("bert", "aot_eager", "adamw", 18).peak_bytes
+    assert predicted("bert", "aot_eager", "adamw", 17).peak_bytes <= capacity
+    assert capacity < predicted("bert", "aot_eager", "adamw", 18).peak_bytes
     assert profile.at(17).fits(capacity)
     assert not profile.at(18).fits(capacity)
     assert profile.max_batch(profile.at(1).peak_bytes - 1) == 0
 
 
 @functools.cache
-def foretold_once() -> MemoryProfile:
-    return foretold("bert", "aot_eager", "adamw")
+def predicted_once() -> MemoryProfile:
+    return predicted("bert", "aot_eager", "adamw")
 
 
 @given(batch=st.integers(1, 500))
 @settings(max_examples=30)
 def test_a_profile_is_consistent_at_every_batch(batch: int) -> None:
-    whole = foretold_once()
+    whole = predicted_once()
     profile = whole.at(batch)
     rows = profile.timeline
     assert sum(profile.breakdown.values()) == profile.peak_bytes == max(row.live for row in rows)
@@ -138,7 +138,7 @@ def test_a_profile_is_consistent_at_every_batch(batch: int) -> None:
 
 
 def test_the_tensors_at_the_peak_are_named_with_their_reason() -> None:
-    profile = foretold("llama", "aot_eager", "adamw")
+    profile = predicted("llama", "aot_eager", "adamw")
     live = profile.top(10**6)
     assert sum(t.bytes for t in live) == profile.peak_bytes
     assert [t.bytes for t in live] == sorted((t.bytes for t in live), reverse=True)
@@ -150,11 +150,11 @@ def test_the_tensors_at_the_peak_are_named_with_their_reason() -> None:
 
 def test_gradient_accumulation_and_held_outputs_cost_what_they_hold() -> None:
     parameters = sum(p.numel() * p.element_size() for p in zoo.make("llama")[0].parameters())
-    once = foretold("llama", "aot_eager", "adamw").peak_bytes
-    assert once < foretold("llama", "aot_eager", "adamw", accumulation=4).peak_bytes <= once + parameters
-    assert once <= foretold("llama", "aot_eager", "adamw", keep_outputs=True).peak_bytes
+    once = predicted("llama", "aot_eager", "adamw").peak_bytes
+    assert once < predicted("llama", "aot_eager", "adamw", accumulation=4).peak_bytes <= once + parameters
+    assert once <= predicted("llama", "aot_eager", "adamw", keep_outputs=True).peak_bytes
     for backend in ("eager", "aot_eager"):
-        profile = foretold("llama", backend, "adamw", accumulation=2)
+        profile = predicted("llama", backend, "adamw", accumulation=2)
         assert profile.timeline[0].by_category["gradient"] == parameters
 
 

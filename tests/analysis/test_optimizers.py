@@ -33,8 +33,8 @@ def test_states_and_temporaries_are_the_real_optimizers(name: str, form: str) ->
     for t in found.temporaries:
         changes[t.born] += t.size
         changes[t.last + 1] -= t.size
-    foretold = max(sum(changes[: i + 1]) for i in range(len(changes)))
-    assert foretold == pytest.approx(measured, abs=64)
+    predicted = max(sum(changes[: i + 1]) for i in range(len(changes)))
+    assert predicted == pytest.approx(measured, abs=64)
 
 
 def test_eight_bit_states_take_a_byte_per_element_and_a_scale_per_block() -> None:

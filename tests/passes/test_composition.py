@@ -1,4 +1,4 @@
-"""Several passes on one graph: every combination keeps the weakest of their contracts, and costs what was foretold."""
+"""Several passes on one graph: every combination keeps the weakest of their contracts, and costs what was predicted."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def checked(name: str, combination: tuple[str, ...]) -> list[PassCheck]:
     return check_passes([PASSES[n] for n in combination], model, inputs, dtypes=dtypes, captured=graphs, draws=DRAWS)
 
 
-def assert_peak_is_foretold(check: PassCheck) -> None:
+def assert_peak_is_predicted(check: PassCheck) -> None:
     """Within 1 % of what the allocator says."""
     check.step()  # .grad is None from here on
     memory = step_memory(check.graph, "aot_eager", None)
@@ -130,7 +130,7 @@ def test_every_combination_keeps_its_contract(name: str, combination: tuple[str,
         assert [report.name for report in check.reports] == list(combination)
         assert all(report.changes.changed for report in check.reports)
         assert check.counted_flops == check.report.step_flops_after == flop_profile(check.graph).step
-    assert_peak_is_foretold(check)
+    assert_peak_is_predicted(check)
 
 
 def assert_nothing_to_reorder(name: str, combination: tuple[str, ...]) -> None:

@@ -103,7 +103,7 @@ def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {name: c.saved_after for name, c in found.items()} == {"cheap": 0, "dear": 10}
 
 
-def test_a_peak_is_foretold_anew_for_another_graph() -> None:
+def test_a_peak_is_predicted_anew_for_another_graph() -> None:
     limit = MemoryLimit(0, "aot_eager", "sgd")
     model = nn.Linear(64, 8)
     graphs = [capture_to_run(model, (torch.randn(n, 64),), {}, None) for n in (4, 400)]

@@ -1,4 +1,4 @@
-"""The time of a step foretold, on a machine whose times are known."""
+"""The time of a step predicted, on a machine whose times are known."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_it_is_reported_beside_what_was_measured() -> None:
     for step in range(4):
         plan = opt.report.plan
         assert plan is not None
-        assert (plan.foretold["seconds"] is None) == (plan.measured["forward_backward"] is None) == (step < 3)
+        assert (plan.predicted["seconds"] is None) == (plan.measured["forward_backward"] is None) == (step < 3)
         zoo.call(opt, inputs).backward()
     plan = opt.report.plan
     assert plan is not None
-    assert plan.foretold["seconds"] > 0
+    assert plan.predicted["seconds"] > 0
     assert plan.measured["forward_backward"] < plan.measured["seconds"]
-    assert "foretold         forward and backward" in str(opt.report)
+    assert "predicted        forward and backward" in str(opt.report)
 
 
 def test_products_of_the_forecast_are_not_those_that_orders_are_chosen_by() -> None:

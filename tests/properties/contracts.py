@@ -1,7 +1,7 @@
 """What a random optimised step must fulfil: `check` holds one request on one model to its contract, against eager autograd.
 
 Outputs and buffers are eager's. Gradients are by the passes' contracts: exact for selected tensors and None for others, in
-expectation eager's where rows are sampled, P'GQ where they are compressed. FLOPs counted are those foretold, within the budget.
+expectation eager's where rows are sampled, P'GQ where they are compressed. FLOPs counted are those predicted, within the budget.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def hold(model: Network, request: Request, references: Sequence[Run]) -> None:
     opt = optimized(model, request, references[0])
     assert step_memory(opt.graph, "aot_eager", "adamw").peak_bytes > 0
     if not any(getattr(m, "name", "") == "checkpointed" for m in model.modules()):  # there, eager mode repeats more
-        assert references[0].flops == opt.flops.step, "eager's FLOPs are not those foretold"
+        assert references[0].flops == opt.flops.step, "eager's FLOPs are not those predicted"
     optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.0) if "lsp" in request.passes else None
     fresh = copy.deepcopy(model.state_dict())
     for i, (size, expected) in enumerate(zip(model.sizes, references, strict=True)):
@@ -203,7 +203,7 @@ def hold(model: Network, request: Request, references: Sequence[Run]) -> None:
         assert opt.last_step is not None, "the model itself ran in the step's place"
         verify(opt.last_step.graph)
         if request.backend == "aot_eager":
-            assert ours.flops == flop_profile(opt.last_step.graph).step, "counted FLOPs are not those foretold"
+            assert ours.flops == flop_profile(opt.last_step.graph).step, "counted FLOPs are not those predicted"
         if i == 0 and (limit := opt.report.budget.get("flops")) is not None:
             assert ours.flops <= limit * opt.flops.step, "over budget"
         if optimizer is not None:

@@ -58,7 +58,7 @@ def test_a_larger_batch_that_fits_is_nothing_to_tell_of() -> None:
     assert not opt.report.notes
 
 
-def test_without_a_limit_nothing_is_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_limit_nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = zoo.make("mlp", 8)
     opt = graphopt.optimize(model, inputs, budget=0.8, backend="aot_eager")
     monkeypatch.setattr(MemoryLimit, "peak_once", None)
@@ -76,7 +76,7 @@ def test_longer_inputs_are_larger_too() -> None:
     assert "(4, 48)" in note
 
 
-def test_training_goes_on_where_it_cannot_be_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_where_it_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     opt, _ = limited(8)
 
     def fails(*args: Any) -> int:

@@ -251,10 +251,10 @@ class Wide(nn.Module):
         return self.layers(x).square().mean()
 
 
-def test_memory_falls_as_foretold() -> None:
+def test_memory_falls_as_predicted() -> None:
     torch.manual_seed(0)
     inputs = (torch.randn(256, 512),)
-    peaks, foretold = [], []
+    peaks, predicted = [], []
     for passes in ([], [Lsp(subspace=32, nonzeros=2, order="activations", threshold=1e9)]):
         opt = graphopt.optimize(Wide(), inputs, passes=passes, backend="aot_eager")
         optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-4)
@@ -270,11 +270,11 @@ def test_memory_falls_as_foretold() -> None:
         graph = opt.last_step.graph
         memory = step_memory(graph, "aot_eager", None)
         standing = sum(int(b.size) for b in memory.blocks if b.category in ("parameter", "buffer", "input"))
-        foretold.append(memory.peak_bytes - standing)
+        predicted.append(memory.peak_bytes - standing)
     gradients = 6 * 4 * 512 * 512
     assert peaks[0] - peaks[1] > 0.4 * gradients
-    assert foretold[0] - foretold[1] == pytest.approx(peaks[0] - peaks[1], rel=0.01)
-    for measured, expected in zip(peaks, foretold, strict=True):
+    assert predicted[0] - predicted[1] == pytest.approx(peaks[0] - peaks[1], rel=0.01)
+    for measured, expected in zip(peaks, predicted, strict=True):
         assert measured == pytest.approx(expected, rel=0.01)
 
 

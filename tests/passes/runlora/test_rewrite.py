@@ -75,7 +75,7 @@ def test_all_orders_are_found() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-def test_every_order_gives_autograds_gradients_with_the_foretold_flops_and_bytes(order: Any) -> None:
+def test_every_order_gives_autograds_gradients_with_the_predicted_flops_and_bytes(order: Any) -> None:
     model, x = adapted(Net()), batch()
     both = {dtype: captured(dtype) for dtype in (torch.float64, torch.float32)}
     layers = find_lora_sites(both[torch.float32]).layers

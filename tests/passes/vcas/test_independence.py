@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import Vcas
-from graphopt.passes.vcas.independence import mixing_reason
+from graphopt.passes.vcas.independence import why_not_separable
 from torch import Tensor, nn
 
 import graphopt
@@ -54,7 +54,7 @@ def reason(model: nn.Module, inputs: Any) -> str:
     args, kwargs = as_call(inputs)
     graph = capture_to_run(model, args, kwargs)
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    return mixing_reason(graph, tensors, flatten_call(args, kwargs).tensors)
+    return why_not_separable(graph, tensors, flatten_call(args, kwargs).tensors)
 
 
 def batch(size: int = 8) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sampled backwards: unbiased, with the FLOPs foretold, on fewer rows everywhere below a boundary."""
+"""Sampled backwards: unbiased, with the FLOPs predicted, on fewer rows everywhere below a boundary."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_samples_and_terms_together_are_unbiased_over_all_draws() -> None:
     ("name", "sampler"),
     [(n, "systematic") for n in ("mlp", "group norm", "lora")] + [("mlp", "bernoulli"), ("bert", "bernoulli")],
 )
-def test_the_harness_finds_no_bias_and_the_flops_foretold(name: str, sampler: str) -> None:
+def test_the_harness_finds_no_bias_and_the_flops_predicted(name: str, sampler: str) -> None:
     model, inputs = made(name, 6, torch.float32)
     if name in ("bert", "llama", "t5-tied", "vit", "lora"):
         model = LossAlone(model)
