@@ -18,6 +18,7 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.calls import as_call
 from graphopt.capture import capture
 from tests import zoo
+from tests.long_forms import long
 from tests.measure import peak_and_rest
 
 BATCH = 24
@@ -62,12 +63,12 @@ def assert_compiled_peak_is_predicted(
 
 
 # Eager LSTMs run in a library whose workspace torch does not reveal.
-@pytest.mark.parametrize("name", ["mlp", "cnn", "lstm", "llama", "opt", "gpt2", "bloom", "bert", "t5-tied", "vit", "lora"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "bert", "t5-tied", *long("lstm", "opt", "gpt2", "bloom", "vit", "lora")])
 def test_the_peak_is_the_allocators(name: str) -> None:
     assert_compiled_peak_is_predicted(*zoo.make(name, BATCH), "aot_eager", "adamw", 0.01, name in MASKED)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", "lora"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "llama", *long("lora")])
 def test_the_peak_under_inductor_is_the_allocators(name: str) -> None:
     """Of the program that Inductor would generate: what it fuses, recomputes, reorders and copies to other layouts."""
     model, inputs = zoo.make(name, BATCH)
@@ -98,7 +99,7 @@ def test_another_batch_is_what_analysis_there_says(name: str, backend: str) -> N
         assert profile.at(batch).breakdown == again.breakdown
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", *long("bert")])
 def test_another_batch_under_inductor_runs_nearly_the_same_program(name: str) -> None:
     """Inductor's choices depend on sizes, so the program for another batch can differ in a few small buffers."""
     profile = predicted(name, "inductor", "adamw")
