@@ -24,24 +24,12 @@ from graphopt.analysis.paper_rules import PaperProfile, paper_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
-from graphopt.capture import capture
-from graphopt.errors import (
-    BatchError,
-    BudgetError,
-    ImportanceError,
-    InputError,
-    NothingToPlan,
-    PassError,
-    TorchVersionError,
-    first_line,
-    forget_frames,
-)
-from graphopt.frontend.recording import Recording, record, runs
+from graphopt.errors import InputError, NothingToPlan, PassError
+from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import Pass, Preserves
-from graphopt.passes.technique import technique
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.make_plan import make_plan
@@ -107,7 +95,7 @@ def optimize(
         start = time.perf_counter()
         try:
             trace = functools.partial(captures.graph, args, kwargs)
-            graph, recording = _training_graph(model, trace, args, kwargs, batch_dim, fullgraph)
+            graph, recording = planning_graph(model, trace, args, kwargs, batch_dim, fullgraph)
         except NothingToPlan as nothing:
             if passes != "auto" and chosen:
                 raise PassError(f"{chosen[0].name} has nothing to work on: {nothing}") from nothing
@@ -115,14 +103,14 @@ def optimize(
             return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
         if recording is not None:
-            chosen = _for_parts(chosen, passes == "auto")
+            chosen = for_parts(chosen, passes == "auto")
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
         plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, not_separable, auto)
     seconds = time.perf_counter() - start - capture_seconds
     opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph)
     if recording is not None:
-        for told in (*recording.unplanned, _left_to_eager_mode(model, graph)):
+        for told in (*recording.unplanned, left_to_eager_mode(model, graph)):
             if told:
                 opt.note(told)
     opt.start_techniques()
@@ -133,83 +121,6 @@ def optimize(
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
             return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
     return opt
-
-
-def _training_graph(
-    model: nn.Module,
-    trace: Callable[[], TrainingGraph],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    batch_dim: BatchDim,
-    fullgraph: bool = False,
-) -> tuple[TrainingGraph, Recording | None]:
-    """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what was recorded.
-
-    Args:
-        trace: gives the graph of a model that is one.
-    Raises:
-        CaptureError: it is not one graph and has to be, or nothing in it can be planned.
-    """
-    try:
-        return trace(), None
-    except (BudgetError, PassError, ImportanceError, TorchVersionError):
-        raise
-    except Exception as error:
-        if fullgraph or (isinstance(error, InputError) and not isinstance(error, BatchError)) or _is_hopeless(model):
-            raise
-        reason = first_line(error)
-        try:
-            recording = record(model, args, kwargs, batch_dim, reason)
-        except NothingToPlan as second:
-            if not runs(model, args, kwargs):
-                raise error from second
-            raise second from error
-        except Exception as second:
-            if not runs(model, args, kwargs):
-                raise error from second
-            raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
-        forget_frames(error)
-    return recording.graph, recording
-
-
-def _analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
-    """The joint graph of a model that is not held by it."""
-    trace = functools.partial(capture, model, args, kwargs, batch_dim)
-    return _training_graph(model, trace, args, kwargs, batch_dim)[0]
-
-
-def _left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:
-    """What to tell of parameters in parts that torch.compile does not trace; "" if there are none."""
-    known = {p.name for p in graph.parameters}
-    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in known]
-    if not others:
-        return ""
-    return (
-        f"torch.compile leaves the use of {len(others)} parameters to eager mode (the first is {others[0]}): they are trained, "
-        "and neither planned nor counted"
-    )
-
-
-def _is_hopeless(model: nn.Module) -> bool:
-    """Whether no run of the model can tell more than a trace: it has no memory, or nothing to train."""
-    tensors = [*model.parameters(), *model.buffers()]
-    fake = compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors)
-    return fake or not any(t.requires_grad for t in tensors)
-
-
-def _for_parts(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
-    """The passes that can work on the parts of a model one by one.
-
-    Raises:
-        PassError: the caller has named another.
-    """
-    others = [p.name for p in passes if not technique(p).by_part]
-    if others and not auto:
-        raise PassError(
-            f"{others[0]} needs the model to be one graph, which it is not; optimize(fullgraph=True) says why. Leave {others[0]} "
-            "out, or mend that line of forward()."
-        )
-    return tuple(p for p in passes if p.name not in others)
 
 
 @dataclass(frozen=True)
@@ -277,7 +188,7 @@ def analyze(
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = _analysed(model, args, kwargs, batch_dim)
+        graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
     device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
     options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}
@@ -353,7 +264,7 @@ def worth(
     """
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = _analysed(model, args, kwargs, batch_dim)
+        graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)
     costs = backward_costs(profile)
     rated = rate_tensors((), model, args, kwargs, graph, profile, costs.names, optimizer)
@@ -382,7 +293,7 @@ def pareto(
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
     with _training_mode(model):
-        graph = _analysed(model, args, kwargs, batch_dim)
+        graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)
     rated = rate_tensors((), model, args, kwargs, graph, profile, profile.order)
     limit = MemoryLimit(0, backend, optimizer)

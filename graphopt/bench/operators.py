@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from graphopt.bench.cases import Benchmark, Row, chosen, print_faults
-from graphopt.bench.operators_run import LEFT_OUT, STEPS, VERDICTS, case_names, measure_named
+from graphopt.bench.operators_run import LEFT_OUT, STEPS, VERDICTS, case_names, first_cases, measure_named
 from graphopt.bench.tables import table
 from graphopt.errors import InputError
 
@@ -29,7 +29,7 @@ def run(cases: Sequence[str] | None, samples: int, folder: Path, jobs: int, cons
     for name in cases or ():
         if reason := LEFT_OUT.get(name.rpartition("/")[0]):
             raise InputError(f"{name} is left out: {reason}.")
-    return BENCHMARK.run(chosen("case", cases, case_names(samples)), folder, jobs, console, timeout)
+    return BENCHMARK.run(chosen("case", cases, case_names(samples, cases) or first_cases()), folder, jobs, console, timeout)
 
 
 def show(results: dict[str, Any], console: Console) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -99,17 +100,29 @@ class Trainable(nn.Module):
         return loss
 
 
-def case_names(samples: int) -> list[str]:
-    """Every case, modules first: "module/NAME/NUMBER", "operator/NAME/NUMBER".
+def first_cases() -> list[str]:
+    """The first case of every module and operator, modules first: "module/NAME/0", "operator/NAME/0"."""
+    stems = (*(f"module/{name}" for name in module_names()), *(f"operator/{name}" for name in operator_names()))
+    return [f"{stem}/0" for stem in stems if stem not in LEFT_OUT]
+
+
+def case_names(samples: int, patterns: Sequence[str] | None) -> list[str]:
+    """The cases that may fit some patterns, in the order of `first_cases`; to count the inputs of all takes minutes.
 
     Args:
         samples: inputs per operator and per module, at most.
+        patterns: such as "operator/linalg.*"; None: every case.
     """
+    found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some samples are made with what torch has deprecated
-        modules = [f"module/{name}/{i}" for name in module_names() for i in range(module_samples(name, samples))]
-        operators = [f"operator/{name}/{i}" for name in operator_names() for i in range(operator_samples(name, samples))]
-    return [name for name in (*modules, *operators) if name.rpartition("/")[0] not in LEFT_OUT]
+        for first in first_cases():
+            kind, name, _ = first.split("/")
+            possible = [f"{kind}/{name}/{i}" for i in range(samples)]
+            if any(fnmatchcase(case, pattern) for case in possible for pattern in patterns or ["*"]):
+                count = module_samples if kind == "module" else operator_samples
+                found += possible[: count(name, samples)]
+    return found
 
 
 def case_of(name: str) -> tuple[Case, torch.dtype]:

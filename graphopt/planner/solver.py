@@ -57,14 +57,8 @@ def solve(
     full = float(max(costs.step_flops, 1))
     if flops_limit is not None:
         rows.at_most(step, (flops_limit - costs.forward_flops) / full)
-    unit = float(max(memory_limit or problem.fixed_bytes, 1))
     if memory_limit is not None or smallest_memory:
-        for moment in _moments(problem, at):
-            entries = {v: size / unit for v, size in moment.items()}
-            if smallest_memory:
-                rows.at_most({**entries, at.peak: -1.0}, 0.0)
-            else:
-                rows.at_most(entries, ((memory_limit or 0) - problem.fixed_bytes) / unit)
+        _limit_memory(rows, problem, at, memory_limit, smallest_memory)
     objective = _objective(problem, at, step)
     if smallest_memory:
         objective *= FEWER_FLOPS
@@ -103,6 +97,17 @@ def solve(
         )
     gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
     return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap)
+
+
+def _limit_memory(rows: Rows, problem: Problem, at: _Positions, memory_limit: int | None, smallest_memory: bool) -> None:
+    """Every moment's bytes are at most the limit, or at most the peak that is minimised."""
+    unit = float(max(memory_limit or problem.fixed_bytes, 1))
+    for moment in _moments(problem, at):
+        entries = {v: size / unit for v, size in moment.items()}
+        if smallest_memory:
+            rows.at_most({**entries, at.peak: -1.0}, 0.0)
+        else:
+            rows.at_most(entries, ((memory_limit or 0) - problem.fixed_bytes) / unit)
 
 
 @dataclass(frozen=True)

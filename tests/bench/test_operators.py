@@ -11,7 +11,7 @@ from rich.console import Console
 
 import graphopt
 from graphopt.bench import operators
-from graphopt.bench.operators_run import LEFT_OUT, case_names, case_of, measure, verdict
+from graphopt.bench.operators_run import LEFT_OUT, case_names, case_of, first_cases, measure, verdict
 from graphopt.errors import InputError
 
 
@@ -98,6 +98,8 @@ def test_what_is_left_out_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_there_are_many_cases() -> None:
-    names = case_names(1)
+    names = first_cases()
     assert len(names) == len(set(names)) >= 600
     assert not {name.rpartition("/")[0] for name in names} & set(LEFT_OUT)
+    found = case_names(2, ["module/nn.GLU/*", "operator/ab?/1"])
+    assert found == ["module/nn.GLU/0", "module/nn.GLU/1", "operator/abs/0", "operator/abs/1"]

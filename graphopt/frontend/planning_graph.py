@@ -1,0 +1,105 @@
+"""The joint graph that a plan is made on: that of a model that is one graph, or all parts of one that is not, as one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from graphopt import compat
+from graphopt.calls import BatchDim
+from graphopt.capture import capture
+from graphopt.errors import (
+    BatchError,
+    BudgetError,
+    ImportanceError,
+    InputError,
+    NothingToPlan,
+    PassError,
+    TorchVersionError,
+    first_line,
+    forget_frames,
+)
+from graphopt.frontend.recording import Recording, record, runs
+from graphopt.graph import TrainingGraph
+from graphopt.passes import Pass
+from graphopt.passes.technique import technique
+
+
+def planning_graph(
+    model: nn.Module,
+    trace: Callable[[], TrainingGraph],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch_dim: BatchDim,
+    fullgraph: bool = False,
+) -> tuple[TrainingGraph, Recording | None]:
+    """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what was recorded.
+
+    Args:
+        trace: gives the graph of a model that is one.
+    Raises:
+        CaptureError: it is not one graph and has to be, or nothing in it can be planned.
+    """
+    try:
+        return trace(), None
+    except (BudgetError, PassError, ImportanceError, TorchVersionError):
+        raise
+    except Exception as error:
+        if fullgraph or (isinstance(error, InputError) and not isinstance(error, BatchError)) or _is_hopeless(model):
+            raise
+        reason = first_line(error)
+        try:
+            recording = record(model, args, kwargs, batch_dim, reason)
+        except NothingToPlan as second:
+            if not runs(model, args, kwargs):
+                raise error from second
+            raise second from error
+        except Exception as second:
+            if not runs(model, args, kwargs):
+                raise error from second
+            raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
+        forget_frames(error)
+    return recording.graph, recording
+
+
+def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
+    """The joint graph of a model that is not held by it."""
+    trace = functools.partial(capture, model, args, kwargs, batch_dim)
+    return planning_graph(model, trace, args, kwargs, batch_dim)[0]
+
+
+def left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:
+    """What to tell of parameters in parts that torch.compile does not trace; "" if there are none."""
+    known = {p.name for p in graph.parameters}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in known]
+    if not others:
+        return ""
+    return (
+        f"torch.compile leaves the use of {len(others)} parameters to eager mode (the first is {others[0]}): they are trained, "
+        "and neither planned nor counted"
+    )
+
+
+def _is_hopeless(model: nn.Module) -> bool:
+    """Whether no run of the model can tell more than a trace: it has no memory, or nothing to train."""
+    tensors = [*model.parameters(), *model.buffers()]
+    fake = compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors)
+    return fake or not any(t.requires_grad for t in tensors)
+
+
+def for_parts(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
+    """The passes that can work on the parts of a model one by one.
+
+    Raises:
+        PassError: the caller has named another.
+    """
+    others = [p.name for p in passes if not technique(p).by_part]
+    if others and not auto:
+        raise PassError(
+            f"{others[0]} needs the model to be one graph, which it is not; optimize(fullgraph=True) says why. Leave {others[0]} "
+            "out, or mend that line of forward()."
+        )
+    return tuple(p for p in passes if p.name not in others)
