@@ -141,7 +141,7 @@ def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[Train
     """
     rewritten = graph.clone()
     changes = rewrite.apply(rewritten, decisions)
-    verify(rewritten)
+    verify(rewritten, graph)
     report = PassReport(
         rewrite.name,
         rewrite.preserves,

@@ -37,6 +37,22 @@ def test_a_node_that_cannot_run_is_found() -> None:
         verify(graph)
 
 
+@pytest.mark.parametrize("fault", ["shape", "argument", "operator"])
+def test_what_is_wrong_is_found_beside_what_was_checked_before(fault: str) -> None:
+    before = mlp_graph()
+    graph = before.clone()
+    verify(graph, before)
+    relu = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.relu.default)
+    if fault == "shape":
+        relu.meta["val"] = relu.meta["val"].t()
+    elif fault == "argument":
+        relu.args = (next(n for n in graph.placeholders if n.meta["val"].dim() == 1),)
+    else:
+        relu.target = torch.ops.aten.sum.default
+    with pytest.raises(PassError, match="relu"):
+        verify(graph, before)
+
+
 def test_specialised_graphs_are_static_and_have_the_batch() -> None:
     static = specialise(mlp_graph(), 7)
     assert not static.symbolic
