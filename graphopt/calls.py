@@ -35,7 +35,7 @@ class FlatInputs:
 
 
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of a call `model(...)` from what the user handed over.
+    """Positional and keyword arguments of a call `model(...)` from what the user passed.
 
     Raises:
         InputError: not a tensor, tuple, list or mapping.

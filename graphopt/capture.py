@@ -343,7 +343,7 @@ def unchanged_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_generation_cache(model: nn.Module) -> Iterator[None]:
-    """Generative models return a key and value cache unless told not to; training has no use for it."""
+    """Generative models return a key and value cache unless configured not to; training has no use for it."""
     configs = [config for config in caching_configs(model) if config.use_cache]
     try:
         for config in configs:

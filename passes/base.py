@@ -1,7 +1,7 @@
 """The contract of a pass, and the one way to run it.
 
 A pass is a small object. `applicable` lists the sites that it could rewrite, `apply` carries out decisions that the planner
-took. It never sees the caller's graph: `run_pass` hands it a clone, verifies the result and measures the difference.
+took. It never sees the caller's graph: `run_pass` gives it a clone, verifies the result and measures the difference.
 """
 
 from __future__ import annotations

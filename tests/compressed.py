@@ -39,7 +39,7 @@ def train(opt: Any, optimizer: Any, batches: list[tuple[Tensor, Tensor]]) -> lis
 
 
 def compressed_reference(model: nn.Module, opt: Any, total: Any) -> dict[str, Tensor]:
-    """P'GQ of eager's gradients, with the projectors in force."""
+    """P'GQ of eager's gradients, with the installed projectors."""
     reference = copy.deepcopy(model)
     reference.zero_grad()
     total(reference).backward()

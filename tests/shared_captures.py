@@ -51,7 +51,7 @@ def _shared_trace(model: nn.Module, *arguments: Any) -> TrainingGraph:
 
 
 def _fingerprint(model: nn.Module, arguments: tuple[Any, ...]) -> str | None:
-    """Of all that a trace depends on; None where that cannot be told."""
+    """Of all that a trace depends on; None where that is unknown."""
     inputs, tensors, *rest = arguments
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     deterministic = torch.are_deterministic_algorithms_enabled()

@@ -162,8 +162,8 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
 
     rank = {names.index(name): i for i, name in enumerate(order)}
     classes: dict[int, list[sympy.Expr]] = defaultdict(list)
-    again = [node for node in flops if node in forward and serves.get(node, 0)]
-    for node in (*shared, *again, *(n for nodes in private.values() for n in nodes)):
+    recomputed = [node for node in flops if node in forward and serves.get(node, 0)]
+    for node in (*shared, *recomputed, *(n for nodes in private.values() for n in nodes)):
         mask = sum(1 << rank[i] for i in range(len(names)) if serves[node] >> i & 1)
         classes[mask].append(flops[node])
     own = {names[i]: sympy.Add(*(flops[n] for n in nodes)) for i, nodes in private.items()}

@@ -41,7 +41,7 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
     return sum(storages.values())
 
 
-def computed_again(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx.Node]:
+def recomputed(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes of the forward that the backward computes a second time: marked so, and needed for a gradient."""
     stack = list(graph.gradients().values())
     seen = set(stack)

@@ -70,7 +70,7 @@ class _Builder:
         self.gradients = [n.meta["val"] if isinstance(n, fx.Node) else None for n in output_list(backward)]
         self.forward, self.backward = self._liveness(halves.forward, backward)
         self.starts = len(self.forward.steps)
-        self.ends = self.starts + len(self.backward.steps)  # the row in which gradients are handed to the parameters
+        self.ends = self.starts + len(self.backward.steps)  # the row in which gradients are given to the parameters
         self.blocks: list[Block] = []
 
     def profile(self, optimizer: Any, accumulation: int, master_weights: bool, keep_outputs: bool) -> MemoryProfile:
@@ -168,7 +168,7 @@ class _Builder:
             self._add(storage, 0, max(last, storage.last_read), category, why)
 
     def _add_backward(self, end: int, accumulating: bool) -> None:
-        """Gradients live until the step ends. One in another layout than its parameter's is copied when it is handed over."""
+        """Gradients live until the step ends. One in another layout than its parameter's is copied when the parameter gets it."""
         kinds = ("gradient", "none", "slot")
         positions = [d.target if d.kind == "gradient" else None for d in self.graph.outputs if d.kind in kinds]
         for name, value in self.tangents:

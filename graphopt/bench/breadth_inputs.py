@@ -200,7 +200,7 @@ def segments(config: Any) -> dict[str, Tensor]:
 
 
 def mask_patches(config: Any) -> dict[str, Tensor]:
-    """A few patches are to be told from the others."""
+    """A few patches are masked."""
     count = (config.image_size // config.patch_size) ** 2
     return {
         "pixel_values": torch.randn(BATCH, 3, config.image_size, config.image_size),

@@ -67,7 +67,7 @@ class Prepared:
     Attributes:
         model: to evaluate.
         step: called as the model is.
-        after_step: told every batch after its step.
+        after_step: called with every batch after its step.
         compile_seconds: spent on tracing and compiling so far.
     """
 

@@ -1,7 +1,7 @@
 """torch.compile as the front end: our backend in it, and each joint graph before AOTAutograd splits it.
 
 Dynamo owns guards, caches, side effects and graph breaks; AOTAutograd owns aliases, mutations, random states, subclasses and
-autograd. In between, the partition function is handed the joint graph, which is where passes run.
+autograd. In between, the partition function gets the joint graph, which is where passes run.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Hooks:
         rewrite: see `Rewrite`; None: the graph is compiled as torch.compile would, in operators that are decomposed already.
         see: shown the joint graph that is not rewritten, and how many of its outputs are the forward's.
         halves: shown the forward and the backward before they are compiled.
-        failed: told why a backward could not be compiled, which then runs operator by operator.
+        failed: called with why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
         depends_on_data: `rewrite` looks at values, which no key can tell: AOTAutograd's cache is not asked.
     """

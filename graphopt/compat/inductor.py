@@ -34,7 +34,7 @@ def partition(
         fake_mode = fake_mode_of(values)
         with V.set_fake_mode(fake_mode):
             joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
-        with unsynced_tracing_context(fake_mode):  # where the partitioner looks for it, if it has random states to hand over
+        with unsynced_tracing_context(fake_mode):  # where the partitioner looks for it, if it has random states to pass on
             return min_cut_rematerialization_partition(
                 joint,
                 (),

@@ -25,7 +25,7 @@ class InputDesc:
     Attributes:
         kind: "parameter" and "buffer" (target: qualified name), "input" (target: index among the flat tensor inputs),
             "tangent" (target: the `OutputDesc` it is the gradient of), "random" (numbers in [0, 1) that a pass draws from;
-            target: the seed), "given" (a value that the caller of the graph hands over; target: what it is) or "compressed" (the
+            target: the seed), "given" (a value that the caller of the graph passes; target: what it is) or "compressed" (the
             variable whose gradient stands for that of a parameter; target: the parameter's name).
     """
 

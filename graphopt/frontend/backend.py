@@ -118,11 +118,11 @@ class Host(Protocol):
         ...
 
     def compiled(self, region: CompiledRegion) -> None:
-        """Told of a region that was compiled."""
+        """Called with a region that was compiled."""
         ...
 
     def ran(self, region: CompiledRegion) -> None:
-        """Told of a region that runs."""
+        """Called with a region that runs."""
         ...
 
     def drop_unselected(self) -> None:
@@ -130,7 +130,7 @@ class Host(Protocol):
         ...
 
     def note(self, text: str) -> None:
-        """Told, once, of what runs in another way than planned."""
+        """Warn, once, of what runs in another way than planned."""
         ...
 
 
@@ -303,8 +303,8 @@ class PlanBackend:
         passes = [(p.name, repr(p)) for p in self.plan.passes]
         batch = (self.plan.not_separable, host.batch_size()) if self.plan.samples else ()
         plan = (self.plan.key, passes, host.values.numbers, batch)
-        told = (__version__, region.names, needless, sorted(host.planned()), plan)
-        return "graphopt " + hashlib.sha256(repr(told).encode()).hexdigest()
+        parts = (__version__, region.names, needless, sorted(host.planned()), plan)
+        return "graphopt " + hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

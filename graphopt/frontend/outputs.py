@@ -24,7 +24,7 @@ Rerun = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor | None]]
 def detached(output: Any, attached: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
     """Within what Dynamo traces: the output with the leaves detached that are not `attached`, and their positions.
 
-    An output that does not begin with a scalar is left as it is: no loss can be told from the rest.
+    An output that does not begin with a scalar is left as it is: no output can be taken for the loss.
     """
     leaves, spec = pytree.tree_flatten(output)
     if len(leaves) < 2 or not isinstance(leaves[0], Tensor) or leaves[0].dim() > 0 or not leaves[0].requires_grad:

@@ -212,7 +212,7 @@ class Running:
         return self._sized[2]
 
     def _key_of(self, plan: Plan) -> Hashable:
-        """`plan.key`, made once for the plan in force."""
+        """`plan.key`, made once for the installed plan."""
         if plan is not self._keyed[0]:
             self._keyed = (plan, plan.key)
         return self._keyed[1]

@@ -1,7 +1,7 @@
 """Values that passes have a graph take and return beside the model's own: added inputs, compressed gradients, slots.
 
 AOTAutograd fixes what a joint graph takes and returns before passes see it. So an added input becomes a node that asks for its
-value where it is first read, and an added result becomes a node that hands its value over; see `graphopt.ops.hand_over`.
+value where it is first read, and an added result becomes a node that passes its value to the host; see `graphopt.ops.hand_over`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Values:
     """What the graphs of one model exchange with Python while they run.
 
     Attributes:
-        supplier: asked, and told; None before there is one.
+        supplier: supplies values and takes them; None before there is one.
         numbers: by which graphs reach it.
     """
 

@@ -1,6 +1,6 @@
 """`torch.compile(model, backend="graphopt", options={"budget": 0.5})`.
 
-Dynamo hands over one graph after the other; each is planned by itself, when it comes, and then compiled as `graphopt.optimize`
+Dynamo passes one graph after the other; each is planned by itself, when it comes, and then compiled as `graphopt.optimize`
 has its graphs compiled. So every graph keeps to the budget, where `optimize` plans them together.
 """
 

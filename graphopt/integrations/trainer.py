@@ -199,7 +199,7 @@ def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    """The plan's file in the checkpoint that training resumes from; a callback is not told what `train` was called with."""
+    """The plan's file in the checkpoint that training resumes from; a callback does not learn what `train` was called with."""
     trainers = (names for names in _callers() if isinstance(names.get("self"), transformers.Trainer))
     given = [names.get("resume_from_checkpoint") for names in trainers]
     for named in (*given, args.resume_from_checkpoint):
@@ -231,7 +231,7 @@ def _refuse_unsupported(args: Any) -> None:
 def _ahead_of_reports(callback: TrainerCallback) -> None:
     """Move `callback` before those that write logs, which the Trainer puts first; what it adds to a log would miss them.
 
-    A callback is not told who calls it, so the handler is looked for among the callers.
+    A callback does not learn who calls it, so the handler is looked for among the callers.
     """
     for names in _callers():
         handler = names.get("self")

@@ -1,4 +1,4 @@
-"""Tensors that a running graph asks Python for, and that it hands to Python as soon as they are computed."""
+"""Host callbacks: tensors that a running graph asks Python for, or passes to Python as soon as they are computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphopt.ops.library import library
 Receiver = Callable[..., Tensor | None]
 """Takes the number or name of a site and the tensor that was computed there; `exchange` and `fetch` return what it returns."""
 
-TOKEN = "handed over"
+TOKEN = "host callbacks"
 """The slot of the backward that the chain of tokens ends in."""
 
 _receivers: dict[int, weakref.WeakMethod[Receiver]] = {}
@@ -39,7 +39,7 @@ def _called(number: int) -> Receiver:
     return method
 
 
-def hand_over(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
+def host_callback(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
     """Give `value` to a receiver.
 
     Returns:
@@ -95,8 +95,8 @@ def deliver(value: Tensor, receiver: int, what: str) -> Tensor:
 
 library.define("gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)")
 library.impl("gate", gate, "CompositeExplicitAutograd")
-library.define("hand_over(Tensor value, Tensor token, int receiver, int site) -> Tensor")
-library.impl("hand_over", hand_over, "CompositeExplicitAutograd")
+library.define("host_callback(Tensor value, Tensor token, int receiver, int site) -> Tensor")
+library.impl("host_callback", host_callback, "CompositeExplicitAutograd")
 library.define("exchange(Tensor value, int receiver, int site, int size) -> Tensor")
 library.impl("exchange", exchange, "CompositeExplicitAutograd")
 library.define("fetch(Tensor like, int receiver, str what, int[] size, ScalarType dtype) -> Tensor")
@@ -104,7 +104,7 @@ library.impl("fetch", fetch, "CompositeExplicitAutograd")
 library.define("deliver(Tensor value, int receiver, str what) -> Tensor")
 library.impl("deliver", deliver, "CompositeExplicitAutograd")
 
-for _operator in (torch.ops.graphopt.hand_over, torch.ops.graphopt.exchange, torch.ops.graphopt.deliver):
+for _operator in (torch.ops.graphopt.host_callback, torch.ops.graphopt.exchange, torch.ops.graphopt.deliver):
     has_side_effect(_operator.default)  # no compiler may drop it
 
 
@@ -118,7 +118,7 @@ def _(value: Tensor, receiver: int, what: str) -> Tensor:
     return value.new_empty((), dtype=torch.float32)
 
 
-@torch.library.register_fake("graphopt::hand_over", lib=library)
+@torch.library.register_fake("graphopt::host_callback", lib=library)
 def _(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
     return torch.empty_like(token)
 

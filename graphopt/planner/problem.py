@@ -69,10 +69,10 @@ class Allocation:
 
 def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], recomputed: Iterable[int]) -> tuple[int, int]:
     """FLOPs and peak bytes of a choice, as the program counts them."""
-    trained, small, again = set(train), set(compressed), set(recomputed)
+    trained, small, recomputed = set(train), set(compressed), set(recomputed)
     tensors = problem.tensors
     flops = problem.costs.forward_flops + problem.costs.cost(trained)
-    flops += sum(problem.segments[i][1] for i in again) + sum(tensors[k].compressed_flops for k in small)
+    flops += sum(problem.segments[i][1] for i in recomputed) + sum(tensors[k].compressed_flops for k in small)
     whole = trained - small
     base = problem.fixed_bytes + sum(tensors[k].state for k in whole) + sum(tensors[k].compressed or 0 for k in small)
     first = min((tensors[k].segment for k in trained), default=len(problem.segments))
@@ -82,5 +82,5 @@ def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], 
         if j >= first:
             gradients = sum(tensors[k].gradient for k in whole if tensors[k].segment >= j)
             peak = max(peak, base + kept + saved + gradients)
-            kept += 0 if j in again else saved
+            kept += 0 if j in recomputed else saved
     return flops, peak

@@ -46,7 +46,7 @@ class PlanSummary:
     """See the module.
 
     Attributes:
-        contributions: per pass in force, FLOPs of the step and bytes kept for the backward before and after it.
+        contributions: per installed pass, FLOPs of the step and bytes kept for the backward before and after it.
         not_needed: why, by pass.
         remaining: of each dimension that the budget limits: the limit, what the plan uses by its own forecast, and the rest.
         predicted: "seconds" of the forward and backward that ran last (see `step_seconds`), once they were measured three times;
@@ -135,5 +135,5 @@ def plan_lines(summary: PlanSummary) -> list[str]:
 
 
 def _allocated_peak() -> float | None:
-    """The most that the device's allocator has handed out since the program began, or its statistics were reset."""
+    """The most that the device's allocator has given out since the program began, or its statistics were reset."""
     return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() and torch.cuda.is_initialized() else None

@@ -1,6 +1,6 @@
 """What runs where a step cannot be compiled: the model itself, in eager mode. Training never dies of an optimisation.
 
-What is trained stays what is selected: gradients of tensors that are not are dropped. Each cause is told once.
+What is trained stays what is selected: gradients of tensors that are not are dropped. Each cause is warned of once.
 """
 
 from __future__ import annotations

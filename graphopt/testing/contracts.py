@@ -190,7 +190,7 @@ def _check(
 
 
 def _rewritten(passes: Sequence[tuple[Pass, Any]], graph: TrainingGraph) -> tuple[TrainingGraph, list[PassReport]]:
-    """The graph after all passes, none of which may change the one that it is handed."""
+    """The graph after all passes, none of which may change the one that it gets."""
     reports = []
     for rewrite, given in passes:
         before = str(graph.graph)
@@ -199,7 +199,7 @@ def _rewritten(passes: Sequence[tuple[Pass, Any]], graph: TrainingGraph) -> tupl
             decisions = {site.name for site in rewrite.applicable(graph)[::2]}
         rewritten, report = run_pass(rewrite, graph, decisions)
         if str(graph.graph) != before:
-            raise PassError(f"{rewrite.name} changed the caller's graph; it must rewrite only what run_pass hands it.")
+            raise PassError(f"{rewrite.name} changed the caller's graph; it must rewrite only what run_pass gives it.")
         lost = sorted(set(graph.gradients()) ^ set(rewritten.gradients()))
         if lost and rewrite.preserves is not Preserves.EXACT:
             raise PassError(f"{rewrite.name} is {rewrite.preserves.name}, but the gradient of {lost[0]} is gone.")

@@ -24,7 +24,7 @@ class HostUpdate:
 
     Attributes:
         direction: u, on the host.
-        moments: to be in force afterwards.
+        moments: to be installed afterwards.
         before: the moments, betas and eps that it was computed with.
     """
 

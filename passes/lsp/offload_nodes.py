@@ -1,7 +1,7 @@
 """Nodes that move a step's compressed gradients off the device while its backward runs, and wait for updates where they are read.
 
-Each compressed gradient is handed over as soon as it is computed, in the order of the backward; every read of a compressed weight
-in the forward goes through a gate that waits for that weight's own update and for no other (LSP-Offload, Alg. 3).
+Each compressed gradient is passed to the host as soon as it is computed, in the order of the backward; every read of a compressed
+weight in the forward goes through a gate that waits for that weight's own update and for no other (LSP-Offload, Alg. 3).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from graphopt.ops.hand_over import TOKEN
 from graphopt.transforms.edit import sort_nodes
 
 
-def insert_offload(graph: TrainingGraph, names: Sequence[str], hand_to: int, gate_of: int, gated: bool) -> TrainingGraph:
-    """A copy of `graph` with a gate at every weight in `names` and a hand-over of its compressed gradient.
+def insert_offload(graph: TrainingGraph, names: Sequence[str], callback: int, gate_of: int, gated: bool) -> TrainingGraph:
+    """A copy of `graph` with a gate at every weight in `names` and a host callback for its compressed gradient.
 
     Args:
         names: weights, compressed in `graph`; the position in here is the number of the site.
-        hand_to, gate_of: receivers, see `graphopt.ops.hand_over`.
+        callback, gate_of: receivers, see `graphopt.ops.hand_over`.
         gated: without gates, updates must have been applied before the forward begins.
     """
     result = graph.clone()
@@ -43,10 +43,10 @@ def insert_offload(graph: TrainingGraph, names: Sequence[str], hand_to: int, gat
                 )
                 token.meta["val"] = fake_like(node.meta["val"], (), torch.float32)
                 position[token] = position[node] - 0.25
-            handed = result.graph.call_function(torch.ops.graphopt.hand_over.default, (node, token, hand_to, sites[name]))
-        handed.meta["val"] = token.meta["val"]
-        position[handed] = position[node] + 0.25
-        token = handed
+            called = result.graph.call_function(torch.ops.graphopt.host_callback.default, (node, token, callback, sites[name]))
+        called.meta["val"] = token.meta["val"]
+        position[called] = position[node] + 0.25
+        token = called
     if token is not None:
         result.add_backward_output(TOKEN, token)
     sort_nodes(result.graph, position)

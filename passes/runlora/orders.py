@@ -43,8 +43,8 @@ class Order:
         merged = self.merged_input_grad and shape.input_grad
         possible = {
             "none": True,
-            "xa": trains_b and not b and not self.merged_forward and not shape.runs_again,
-            "merged": self.merged_forward and merged and not shape.runs_again,
+            "xa": trains_b and not b and not self.merged_forward and not shape.recomputed,
+            "merged": self.merged_forward and merged and not shape.recomputed,
         }
         return Order(self.merged_forward, self.save if possible[self.save] else "none", a, b, merged)
 
@@ -114,7 +114,7 @@ class LayerShape:
         input_grad: dX is needed.
         weight_grad: W is trained too, so that Z3 is computed anyway.
         itemsize: bytes per element.
-        runs_again: the backward computes the layer's output a second time (activation checkpointing), so that nothing is saved.
+        recomputed: the backward computes the layer's output a second time (activation checkpointing), so that nothing is saved.
     """
 
     rows: Any
@@ -124,7 +124,7 @@ class LayerShape:
     input_grad: bool = True
     weight_grad: bool = False
     itemsize: int = 4
-    runs_again: bool = False
+    recomputed: bool = False
 
     def at(self, batch_size: int) -> LayerShape:
         """The sizes at a concrete batch size."""
@@ -161,7 +161,7 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
         separate_x = shape.input_grad and not order.merged_input_grad
         if separate_a or separate_x:
             backward.append((t, o, r))
-        if separate_b and order.save != "xa" and (order.merged_forward or not shape.runs_again):
+        if separate_b and order.save != "xa" and (order.merged_forward or not shape.recomputed):
             backward.append((t, i, r))
         if adapter.trains_a:
             backward.append((i, t, r) if separate_a else (i, o, r))
@@ -169,9 +169,9 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
             backward.append((r, t, o) if separate_b else (r, i, o))
         if separate_x:
             backward.append((t, r, i))
-        elif shape.input_grad and not (order.merged_forward and (order.save == "merged" or shape.runs_again)):
+        elif shape.input_grad and not (order.merged_forward and (order.save == "merged" or shape.recomputed)):
             backward.append((i, r, o))
-    return forward, (forward if shape.runs_again else []) + backward
+    return forward, (forward if shape.recomputed else []) + backward
 
 
 def _needs_weight_product(order: Order, shape: LayerShape) -> bool:
@@ -194,13 +194,13 @@ def saved_bytes(order: Order, shape: LayerShape) -> Any:
 def moved_bytes(order: Order, shape: LayerShape) -> Any:
     """Bytes that elementwise work reads and writes: adding up Y and dX, and forming W + cAB from a copy of W."""
     t, i, o = shape.rows, shape.inputs, shape.outputs
-    runs = 2 if shape.runs_again else 1
+    runs = 2 if shape.recomputed else 1
     elements = 0
     for _ in shape.adapters:
         elements += 0 if order.merged_forward else runs * 3 * t * o
         if shape.input_grad:
             elements += 0 if order.merged_input_grad else 3 * t * i
-    kept = order.merged_forward and (order.save == "merged" or shape.runs_again)
+    kept = order.merged_forward and (order.save == "merged" or shape.recomputed)
     merges = runs * order.merged_forward + (order.merged_input_grad and not kept)
     return (elements + merges * 2 * i * o) * shape.itemsize
 

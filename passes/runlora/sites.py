@@ -14,7 +14,7 @@ from graphopt.passes.runlora.orders import AdapterShape, LayerShape
 from torch import fx
 
 from graphopt.analysis.products import Matrix, as_matrix, product, same_tensor, value_numbers
-from graphopt.analysis.saved import computed_again
+from graphopt.analysis.saved import recomputed
 from graphopt.analysis.sums import NotASum, below_views, summed_with, tensor_users
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
@@ -144,7 +144,7 @@ class _Finder:
         self.graph = graph
         self.numbers = value_numbers(graph.graph)
         self.forward = ancestors(graph.forward_results())
-        self.runs_again = computed_again(graph, self.forward)
+        self.recomputed = recomputed(graph, self.forward)
         kinds: dict[str, list[fx.Node]] = {}
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
             kinds.setdefault(desc.kind, []).append(node)
@@ -289,7 +289,7 @@ class _Finder:
             input_grad=grad_input is not None,
             weight_grad=grad_weight is not None,
             itemsize=value.element_size(),
-            runs_again=base in self.runs_again,
+            recomputed=base in self.recomputed,
         )
         name = self.name_of(w_node)
         return LoraLayer(name, base, tuple(found), grad_output, grad_input, grad_weight, shape, unmergeable, shares_input)

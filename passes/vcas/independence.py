@@ -1,7 +1,8 @@
 """Whether samples are independent below the boundaries of a backward, tried on data.
 
-Rows can be left out only where no operator mixes samples: what the backward computes for two halves of a batch must add up to
-what it computes for the whole. Shapes alone cannot tell; this runs the rewritten graph on both halves, once per captured graph.
+Rows can be left out only where every operator is separable by sample: what the backward computes for two halves of a batch must
+add up to what it computes for the whole. Shapes alone cannot tell; this runs the rewritten graph on both halves, once per
+captured graph.
 Weights and inputs are disturbed and the gradients at the boundaries are random, so that a branch that does nothing yet, equal
 samples or a loss that ignores some of them hide nothing.
 """
@@ -52,8 +53,8 @@ def why_not_separable(graph: TrainingGraph, tensors: Mapping[str, Tensor], input
             return "no gradient passes through one tensor whose rows are samples"
         below = descendants([b.node for b in boundaries])
         for node in graph.graph.nodes:
-            if node in below and _mixes(graph, node):
-                return f"{node.target} mixes samples"
+            if node in below and _inseparable(graph, node):
+                return f"{node.target} is not separable by sample"
         trial = _Trial(graph, tensors, inputs)
         if trial.batch_size < 2:
             return "the example batch has only one sample"
@@ -64,8 +65,8 @@ def why_not_separable(graph: TrainingGraph, tensors: Mapping[str, Tensor], input
         return f"the samples could not be tried apart: {' '.join(str(error).split())[:300]}"
 
 
-def _mixes(graph: TrainingGraph, node: fx.Node) -> bool:
-    """Operators that are known to mix samples whatever the data."""
+def _inseparable(graph: TrainingGraph, node: fx.Node) -> bool:
+    """Whether an operator is known not to be separable by sample, whatever the data."""
     name = str(getattr(node.target, "overloadpacket", "")).removeprefix("aten.")
     if name == "embedding_dense_backward":
         return bool(node.args[4])  # scaled by how often an index occurs in the batch
@@ -202,7 +203,8 @@ class _Trial:
                 if is_view(node):
                     return f"{node.target} joins the batch with a dimension before it, so that a sample's rows are not together"
                 source = node.args[0] if isinstance(node.args[0], fx.Node) and "getitem" in str(node.target) else node
-                return f"{source.target} mixes samples: its rows for half of the batch differ from those for all of it"
+                why = "its rows for half of the batch differ from those for all of it"
+                return f"{source.target} is not separable by sample: {why}"
         return f"the gradients of {name} for two halves of the batch do not add up to that for all of it"
 
 

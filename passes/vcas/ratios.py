@@ -1,7 +1,7 @@
 """How many rows a sampler keeps, so that the variance it adds stays a stated part of the mini-batch's own (VCAS, section 5).
 
 Pure functions of what a calibration measured; `controller` measures it. Unlike in the paper, ratios are measured
-before they are put in force: a calibration proposes fewer rows (`proposed`), measures the variance that those would add, and
+before they are installed: a calibration proposes fewer rows (`proposed`), measures the variance that those would add, and
 takes steps back (`corrected`) until that is within the budget.
 """
 
@@ -88,7 +88,7 @@ class SampleRatios:
 
     @property
     def rounded(self) -> SampleRatios:
-        """As they are put in force, see `bucket`."""
+        """As they are installed, see `bucket`."""
         return SampleRatios(
             self.preserved, {n: bucket(r) for n, r in self.rows.items()}, {n: bucket(r) for n, r in self.tokens.items()}
         )
@@ -135,7 +135,7 @@ def corrected(
     step: float = 0.01,
     factor: float = 0.95,
 ) -> SampleRatios:
-    """`candidate` with a higher ratio, as put in force, wherever it would add too much variance (Eq. 5 and 7, the other way).
+    """`candidate` with a higher ratio, as installed, wherever it would add too much variance (Eq. 5 and 7, the other way).
 
     Args:
         seen: measured with `candidate`.

@@ -218,7 +218,7 @@ class Draws:
 
 
 class GivenDraws:
-    """Rows that the caller hands over, for checks: inputs `InputDesc("given", (site, "rows" or "scale", of the whole batch))`."""
+    """Rows that the caller passes, for checks: inputs `InputDesc("given", (site, "rows" or "scale", of the whole batch))`."""
 
     resample = True
 

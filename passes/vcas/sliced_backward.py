@@ -86,7 +86,7 @@ class RowLevels:
         Args:
             product: called for each node of the backward once it runs on its level's rows, with that level.
         Raises:
-            PassError: an operator below a cut whose samples cannot be told apart; names it.
+            PassError: an operator below a cut that is not separable by sample; names it.
         """
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
         for node in list(self.graph.graph.nodes):
@@ -98,7 +98,7 @@ class RowLevels:
             try:
                 self._move(node, level)
             except NoRows as error:
-                raise PassError(f"{node.target} mixes samples: {error}.") from error
+                raise PassError(f"{node.target} is not separable by sample: {error}.") from error
             except (RuntimeError, ValueError, TypeError) as error:
                 raise PassError(f"{node.target} cannot run on some rows of the batch alone: {error}") from error
             product(self, node, level)

@@ -212,13 +212,13 @@ def test_dropout_that_cannot_be_drawn_again_is_told_of(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     model = Heads(dropout=0.5)
     opt = graphopt.optimize(model, X, backend="aot_eager")
-    with warnings_of() as told:
+    with warnings_of() as warned:
         LOSSES["loss and logits"](opt(rows(0))).backward()
-    assert ["dropout was drawn again" in text for text in told] == [True]
-    assert told == opt.report.notes
-    with warnings_of() as told:
+    assert ["dropout was drawn again" in text for text in warned] == [True]
+    assert warned == opt.report.notes
+    with warnings_of() as warned:
         LOSSES["loss and logits"](opt(rows(1))).backward()
-    assert told == []
+    assert warned == []
 
 
 class Writing(Heads):
@@ -327,7 +327,7 @@ class LossLast(Heads):
 
 
 def test_what_only_outputs_without_a_gradient_depend_on_is_not_moved() -> None:
-    """AOTAutograd may give zeros where eager mode gives None, if no loss can be told from the rest."""
+    """AOTAutograd may give zeros where eager mode gives None, if no output can be taken for the loss."""
     for model, loss_of in ((ReturnsOpaque(), lambda out: out.loss), (LossLast(), lambda out: out["loss"])):
         opt = graphopt.optimize(model, X, backend="aot_eager")
         loss_of(opt(rows(0))).backward()

@@ -71,9 +71,9 @@ def test_all_parts_together_cost_what_the_model_without_breaks_costs(breaks: tup
 @pytest.mark.parametrize("budget", [None, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("breaks", [(2,), (1, 2, 3)])
 def test_steps_of_several_parts_are_exact_and_within_the_budget(breaks: tuple[int, ...], budget: float | None) -> None:
-    with warnings_of() as told:
+    with warnings_of() as warned:
         opt = assert_steps_as_in_eager(Stack(breaks), batch(9), call, budget)
-    assert told == []
+    assert warned == []
     assert len(opt.last_step.regions) == len(breaks) + 1
     assert budget is None or opt.report.flops_ratio <= budget
 
@@ -274,9 +274,9 @@ class Looping(nn.Module):
 
 @pytest.mark.parametrize("budget", [None, 0.5, 0.8])
 def test_a_loop_with_a_break_in_every_round(budget: float | None) -> None:
-    with warnings_of() as told:
+    with warnings_of() as warned:
         assert_steps_as_in_eager(Looping(), batch(9), call, budget)
-    assert any("torch.compile" in text for text in told)
+    assert any("torch.compile" in text for text in warned)
 
 
 class Block(nn.Module):
@@ -344,7 +344,7 @@ def test_outputs_of_several_parts_that_are_differentiated(used: tuple[int, ...],
     assert_steps_as_in_eager(WithOutputs(), batch(9), combined, budget)
 
 
-# What is refused, and what is told.
+# What is refused, and what is warned of.
 
 
 def test_a_model_that_has_to_be_one_graph_is_refused() -> None:

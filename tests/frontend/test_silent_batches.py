@@ -26,9 +26,9 @@ def test_an_input_that_forward_ignores(budget: float | None) -> None:
     def batch(n: int) -> dict[str, Tensor]:
         return {"x": generated(n, n, 5), "mask": torch.ones(n, 5)}
 
-    with warnings_of() as told:
+    with warnings_of() as warned:
         opt = assert_steps_as_in_eager(Ignoring(), batch(4), lambda called, _, step: called(**batch((4, 6, 3)[step])), budget)
-    assert (told, opt.report.notes) == ([], [])
+    assert (warned, opt.report.notes) == ([], [])
 
 
 @BUDGETS
@@ -68,11 +68,11 @@ def test_two_texts_of_different_lengths_with_negatives_from_the_batch(budget: fl
         )
 
     sizes = ((4, 10, 12), (4, 9, 12), (4, 12, 12), (5, 4, 12), (4, 4, 4), (6, 8, 8))
-    with warnings_of() as told:
+    with warnings_of() as warned:
         assert_steps_as_in_eager(
             Sentences(), batch(*sizes[0]), lambda called, _, step: called(*batch(*sizes[step])), budget, steps=len(sizes)
         )
-    assert told == []
+    assert warned == []
 
 
 def test_a_sample_without_a_batch() -> None:

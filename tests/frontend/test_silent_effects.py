@@ -138,9 +138,9 @@ def test_a_numpy_number_that_forward_reads(budget: float | None) -> None:
         model.scale = np.float32(2.0 + step)
         return called(generated(step, 4, 5))
 
-    with warnings_of() as told:
+    with warnings_of() as warned:
         assert_steps_as_in_eager(Numpy(), X, call, budget)
-    assert told == []
+    assert warned == []
 
 
 def test_data_of_a_weight_that_forward_replaces() -> None:
@@ -198,9 +198,9 @@ def test_ordinary_python_in_forward(how: str, budget: float | None) -> None:
         return called(generated(step, 4, 5))
 
     model = Habit(how)
-    with warnings_of() as told:
+    with warnings_of() as warned:
         opt = assert_steps_as_in_eager(model, X, call, budget)
-    assert told == []
+    assert warned == []
     assert budget is None or opt.report.flops_ratio <= budget
     if how == "time":
         assert time.time() - model.started < 60

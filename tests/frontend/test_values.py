@@ -25,7 +25,7 @@ BACKENDS = ("aot_eager", "inductor")
 
 
 class Scaled:
-    """A user's pass: gradients of matrices are multiplied by a number that it supplies, and their sums are handed to it."""
+    """A user's pass: gradients of matrices are multiplied by a number that it supplies, and their sums are passed to it."""
 
     name = "scaled"
     preserves = Preserves.EXACT

@@ -54,7 +54,7 @@ def test_compressed_gradients_are_refused_with_the_way_to_have_them() -> None:
 
 
 def test_a_number_that_changes_takes_effect() -> None:
-    """Dynamo hands it over as an input from its second value on."""
+    """Dynamo passes it as an input from its second value on."""
     torch.compiler.reset()
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.0), nn.Linear(16, 3))
     compiled = torch.compile(model, backend="graphopt", options={"backend": "aot_eager"})

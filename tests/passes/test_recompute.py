@@ -139,14 +139,14 @@ def test_inputs_whose_graph_has_other_segments_have_all_of_theirs_computed_again
     names = [site.name for site in Recompute().applicable(captured(model, (long,)))]
     opt = graphopt.optimize(model, (long,), passes=[Recompute(tuple(names[-2:]))], backend="aot_eager")
     for x in (long, short):
-        with warnings_of() as told:
+        with warnings_of() as warned:
             opt(x).backward()
         found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
         model(x).backward()
         torch.testing.assert_close(found, [p.grad for p in model.parameters() if p.grad is not None])
         model.zero_grad()
-        assert not told
+        assert not warned
         assert opt.report.passes == ["recompute"]
 
 

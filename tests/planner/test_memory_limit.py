@@ -90,8 +90,8 @@ def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def choose(price: float) -> dict[str, Choice]:
         def choice(name: str, flops: int) -> Choice:
-            again = price * 10 > flops
-            saved, cost = (0, 5000 + flops) if again else (10, 5000)
+            recomputes = price * 10 > flops
+            saved, cost = (0, 5000 + flops) if recomputes else (10, 5000)
             return Choice(name, Order(), Order(), 5000, cost, 10, saved, None, None, None, "")
 
         return {"cheap": choice("cheap", 100), "dear": choice("dear", 1000)}

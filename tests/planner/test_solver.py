@@ -39,11 +39,11 @@ def all_choices(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...]
         return [s for n in range(len(items) + 1) for s in itertools.combinations(items, n)]
 
     return [
-        (train, small, again)
+        (train, small, recomputed)
         for train in subsets(tuple(range(5)))
         if train
         for small in subsets(tuple(k for k in train if problem.tensors[k].compressed is not None))
-        for again in subsets((0, 1, 2))
+        for recomputed in subsets((0, 1, 2))
     ]
 
 
@@ -111,7 +111,7 @@ def test_flops_are_kept_to_the_last_one() -> None:
 def test_segments_without_flops_are_computed_again_only_where_memory_needs_it() -> None:
     costs = BackwardCosts(("a",), 10, ((frozenset([0]), 10),), (10,))
     problem = Problem(costs, (1.0,), (TensorBytes(1, 1, 0),), ((50, 0), (40, 0)), 1)
-    for limit, again in ((None, ()), (200, ()), (60, (0,))):
+    for limit, recomputed in ((None, ()), (200, ()), (60, (0,))):
         found = solve(problem, memory_limit=limit)
         assert found is not None
-        assert found.recomputed == again
+        assert found.recomputed == recomputed

@@ -41,7 +41,7 @@ TOLERANCE = 1e-9
 LEGITIMATE = {
     "lsp: no matrix to compress": r"no weight's gradient can be compressed",
     "lsp: no tensor that is trained": r"lsp cannot compress the gradient of .*: greentrainer does not train it",
-    "vcas: samples are mixed": r"cannot be sampled: .*(mixes samples|not together|do not add up|_batch_norm|cannot be)",
+    "vcas: not separable": r"cannot be sampled: .*(not separable by|not together|do not add up|_batch_norm|cannot be)",
     "vcas: a batch of 1 is not symbolic": r"the batch is not symbolic: a batch of 1\.",
     "vcas: no boundary": r"no gradient passes through one tensor whose rows are samples",
     "runlora: the order would not keep the result": r"cannot be computed as",

@@ -40,7 +40,7 @@ PLACES = {
     "compiling": ("could not be compiled under the plan", "graphopt.frontend.backend.compile_joint"),
     "anything": ("could not be compiled", "graphopt.frontend.backend.compile_plainly"),
 }
-"""What can fail under a plan that only rewrites graphs: what is then told, and where; "anything" fails after "compiling"."""
+"""What can fail under a plan that only rewrites graphs: what is then warned of, and where; "anything" fails after "compiling"."""
 
 
 @dataclass

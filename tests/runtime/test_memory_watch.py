@@ -1,4 +1,4 @@
-"""A budget for memory holds for the example; of larger batches the user is told."""
+"""A budget for memory holds for the example; of larger batches the user is warned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def step(opt: nn.Module, batch: int) -> None:
 
 def test_of_a_larger_batch_that_needs_more_the_user_is_told_once() -> None:
     opt, memory = limited(8)
-    with warnings_of() as told:
+    with warnings_of() as warned:
         for batch in (8, 3, 8, 7):
             step(opt, batch)
         assert not opt.report.notes
@@ -40,7 +40,7 @@ def test_of_a_larger_batch_that_needs_more_the_user_is_told_once() -> None:
     assert f"where memory={memory:,}" in note
     needed = graphopt.analyze(*zoo.make("mlp", 512), backend="aot_eager").memory.peak_bytes
     assert f"(512, 5), (512,) needs {needed:,} bytes" in note
-    assert told == [note]
+    assert warned == [note]
 
 
 def test_a_flop_counter_sees_the_step_alone() -> None:
@@ -83,7 +83,7 @@ def test_training_goes_on_where_it_cannot_be_predicted(monkeypatch: pytest.Monke
         raise RuntimeError("no forecast")
 
     monkeypatch.setattr(MemoryLimit, "peak_once", fails)
-    with warnings_of() as told:
+    with warnings_of() as warned:
         step(opt, 512)
-    assert ["no forecast" in text for text in told] == [True]
+    assert ["no forecast" in text for text in warned] == [True]
     assert all(p.grad is not None for p in opt.parameters())

@@ -130,11 +130,11 @@ def test_a_schedule_of_numbers_is_compiled_once_for_all() -> None:
     """A floating-point number that has changed once becomes an input of what is compiled."""
     model, x = Layers(), torch.randn(4, 6)
     opt = graphopt.optimize(model, (x,), backend="aot_eager")
-    with warnings_of("graphopt") as told:
+    with warnings_of("graphopt") as warned:
         for i in (*range(12), 3):
             model.scale = 1.0 + i
             assert_as_in_eager(model, opt, x)
-    assert (opt.counters.captures, opt.model_runs, told) == (1, 0, [])
+    assert (opt.counters.captures, opt.model_runs, warned) == (1, 0, [])
     assert opt.counters.compilations <= 2
 
 
@@ -165,12 +165,12 @@ def test_a_model_whose_code_fixes_the_batch_is_followed_without_a_word(capfd: py
             return torch.stack([Layers.forward(self, row) for row in x])
 
     model, x = Rows(), torch.randn(4, 6)
-    with warnings_of("graphopt") as told:
+    with warnings_of("graphopt") as warned:
         opt = graphopt.optimize(model, (x,), backend="aot_eager")
         assert_as_in_eager(model, opt, x)
         model.scale = 2.0
         assert_as_in_eager(model, opt, x)
-    assert (told, capfd.readouterr().err) == ([], "")
+    assert (warned, capfd.readouterr().err) == ([], "")
 
 
 class Counting(Layers):
@@ -199,9 +199,9 @@ class Lazy(Layers):
 def test_attributes_that_forward_sets(kind: type[Layers]) -> None:
     model, x = kind(), torch.randn(4, 6)
     opt = graphopt.optimize(model, (x,), backend="aot_eager")
-    with warnings_of("graphopt") as told:
+    with warnings_of("graphopt") as warned:
         reference = assert_steps_as_in_eager(model, opt, x, steps=5)
-    assert told == []
+    assert warned == []
     set_by_forward = {name: value for name, value in vars(model).items() if name in ("calls", "ready")}
     assert set_by_forward == {name: vars(reference)[name] for name in set_by_forward} != {}
     assert opt.counters.compilations <= 3
@@ -279,7 +279,7 @@ def test_tensors_and_lists_that_forward_changes(kind: type[Layers], budget: floa
         model.mask = torch.ones(3)
     opt = graphopt.optimize(model, (x,), budget, backend="aot_eager", loss=lambda output: output.square().mean())
     reference = copy.deepcopy(model)
-    with warnings_of("graphopt") as told:
+    with warnings_of("graphopt") as warned:
         for _ in range(3):
             ours, theirs = gradients(model, opt, x), gradients(reference, reference, x)
             assert set(ours) == {"loss", *opt.selected}
@@ -287,7 +287,7 @@ def test_tensors_and_lists_that_forward_changes(kind: type[Layers], budget: floa
             torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
             torch.testing.assert_close(model.mask, reference.mask)
             assert model.options == reference.options
-    assert (told, opt.model_runs) == ([], 0)
+    assert (warned, opt.model_runs) == ([], 0)
 
 
 def test_optimizing_leaves_what_forward_changes_as_it_was() -> None:
@@ -304,12 +304,12 @@ def test_optimizing_leaves_what_forward_changes_as_it_was() -> None:
 def test_a_parametrization_that_changes_its_buffers() -> None:
     model, x = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), torch.randn(4, 6)
     reference = copy.deepcopy(model)
-    with warnings_of("graphopt") as told:
+    with warnings_of("graphopt") as warned:
         opt = graphopt.optimize(model, (x,), backend="aot_eager")
         for _ in range(3):
             torch.testing.assert_close(gradients(model, opt, x), gradients(reference, reference, x))
             torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
-    assert told == []
+    assert warned == []
 
 
 def test_adapters_that_are_scaled_and_merged() -> None:

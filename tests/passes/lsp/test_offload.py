@@ -230,7 +230,7 @@ def test_projectors_that_change_meanwhile_do_not_touch_updates_under_way() -> No
     results = []
     for schedule in ("sequential", "layerwise"):
         model, opt, optimizer = made(schedule)
-        (opt(*batch(0)) + opt(*batch(1))).backward()  # fitted, and in force after the step
+        (opt(*batch(0)) + opt(*batch(1))).backward()  # fitted, and installed after the step
         optimizer.step()
         optimizer.zero_grad()
         train(opt, optimizer, range(2, 4))

@@ -1,4 +1,4 @@
-"""Projectors while training runs: compared, fitted, put in force once per step, and nothing lost on the way."""
+"""Projectors while training runs: compared, fitted, installed once per step, and nothing lost on the way."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_moments_move_with_the_projectors() -> None:
 
 @pytest.mark.parametrize("backwards", ["one", "first to last", "last to first", "twice"])
 def test_several_forwards_in_one_step_have_one_subspace(backwards: str) -> None:
-    """Siamese models: whatever is fitted meanwhile comes into force after the step."""
+    """Siamese models: whatever is fitted meanwhile is installed after the step."""
     model, opt, optimizer = made()
     (x, labels), (y, others) = [(a.double(), b) for a, b in data(2)]
     expected = compressed_reference(model, opt, lambda m: m(x, labels) + m(y, others))

@@ -379,7 +379,7 @@ class Checkpointed(Net):
 def test_what_checkpointing_computes_twice_counts_twice() -> None:
     graph = joint(adapted(Checkpointed()), batch())
     layers = find_lora_sites(graph).layers
-    assert {layer.shape.runs_again for layer in layers} == {True}
+    assert {layer.shape.recomputed for layer in layers} == {True}
     shapes = [layer.shape.at(graph.batch_size) for layer in layers]
     assert all(kept_bytes(o, shape) == 0 for shape in shapes for o in all_orders(shape))
     autograd = sum(order_flops(AUTOGRAD.for_layer(shape), shape) for shape in shapes)

@@ -85,17 +85,17 @@ def test_autocast_is_no_reason() -> None:
 
 @pytest.mark.parametrize("mix", [roll, gated], ids=["plain", "a gate of zero"])
 @pytest.mark.parametrize("rows", ["random", "equal", "weightless"])
-def test_mixing_is_found_in_any_batch(mix: Mix, rows: str) -> None:
+def test_an_operator_that_is_not_separable_is_found_in_any_batch(mix: Mix, rows: str) -> None:
     x, y = batch()
     inputs: tuple[Tensor, ...] = (x, y)
     if rows == "equal":
         inputs = (torch.ones(8, 5), torch.zeros(8, dtype=torch.int64))
     elif rows == "weightless":
         inputs = (x, y, torch.zeros(8))
-    assert "mixes samples" in reason(Net(mix), inputs) or "do not add up" in reason(Net(mix), inputs)
+    assert "not separable by sample" in reason(Net(mix), inputs) or "do not add up" in reason(Net(mix), inputs)
 
 
-def test_mixing_that_only_an_inputs_gradient_shows_is_found() -> None:
+def test_what_only_an_inputs_gradient_shows_not_to_be_separable_is_found() -> None:
     class Above(Net):
         def forward(self, x: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
             return super().forward(x + x.roll(1, 0), y, weights)
