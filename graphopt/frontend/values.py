@@ -1,7 +1,7 @@
 """Values that passes have a graph take and return beside the model's own: added inputs, compressed gradients, slots.
 
 AOTAutograd fixes what a joint graph takes and returns before passes see it. So an added input becomes a node that asks for its
-value where it is first read, and an added result becomes a node that passes its value to the host; see `graphopt.ops.hand_over`.
+value where it is first read, and an added result becomes a node that passes its value to the host; see `graphopt.ops.host_callback`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import SymInt, Tensor, fx
 from graphopt.compat import SAVE, InputDesc, OutputDesc, fake_like, is_recomputed
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, descendants
-from graphopt.ops.hand_over import TOKEN, new_receiver
+from graphopt.ops.host_callback import TOKEN, new_receiver
 
 OWN = ("parameter", "buffer", "input", "tangent")
 """Kinds of inputs that a graph has before passes see it."""

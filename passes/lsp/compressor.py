@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A gradient that is formed, passed to a receiver, and replaced by what that returns (see `graphopt.ops.hand_over`)."""
+    """A gradient that is formed, passed to a receiver, and replaced by what that returns (see `graphopt.ops.host_callback`)."""
 
     receiver: int
     site: int

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-import graphopt.ops.hand_over  # noqa: F401  registers the operators
+import graphopt.ops.host_callback  # noqa: F401  registers the operators
 from graphopt.compat import SAVE, fake_like
 from graphopt.graph import TrainingGraph
-from graphopt.ops.hand_over import TOKEN
+from graphopt.ops.host_callback import TOKEN
 from graphopt.transforms.edit import sort_nodes
 
 
@@ -23,7 +23,7 @@ def insert_offload(graph: TrainingGraph, names: Sequence[str], callback: int, ga
 
     Args:
         names: weights, compressed in `graph`; the position in here is the number of the site.
-        callback, gate_of: receivers, see `graphopt.ops.hand_over`.
+        callback, gate_of: receivers, see `graphopt.ops.host_callback`.
         gated: without gates, updates must have been applied before the forward begins.
     """
     result = graph.clone()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphopt.compat import InputDesc, OutputDesc
 from graphopt.errors import GraphoptError, InputError
-from graphopt.ops.hand_over import new_receiver
+from graphopt.ops.host_callback import new_receiver
 from graphopt.planner.plan import Plan
 from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.uniforms import check_generator_state
