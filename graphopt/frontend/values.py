@@ -1,7 +1,8 @@
 """Values that passes have a graph take and return beside the model's own: added inputs, compressed gradients, slots.
 
 AOTAutograd fixes what a joint graph takes and returns before passes see it. So an added input becomes a node that asks for its
-value where it is first read, and an added result becomes a node that passes its value to the host; see `graphopt.ops.host_callback`.
+value where it is first read, and an added result becomes a node that passes its value to the host: see
+`graphopt.ops.host_callback`.
 """
 
 from __future__ import annotations
