@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -126,10 +127,16 @@ def used_times() -> dict[str, dict[str, float]]:
     return found
 
 
-def are_times(times: dict[str, dict[str, float]]) -> bool:
+def are_times(times: Any) -> bool:
     """Whether these may be times that `used_times` gave: positive numbers of seconds under names of `ProductTimes`."""
+    if not isinstance(times, dict) or not all(isinstance(seconds, dict) for seconds in times.values()):
+        return False
     named = [entry for seconds in times.values() for entry in seconds.items()]
-    return all(_NAME.fullmatch(name) and math.isfinite(value) and value > 0 for name, value in named)
+    return all(isinstance(name, str) and _NAME.fullmatch(name) and _is_time(value) for name, value in named)
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def adopt_times(times: dict[str, dict[str, float]]) -> bool:
@@ -156,20 +163,22 @@ def _device_name(device: torch.device) -> str:
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
-    """What was measured before; a file that cannot be read counts as empty."""
+    """What was measured before; a file that cannot be read, or holds something else, counts as empty."""
     try:
         known = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) and all(isinstance(v, dict) for v in known.values()) else {}
+    return known if are_times(known) else {}
 
 
 def _write(path: Path, key: str, times: dict[str, float]) -> None:
     """Add times to the file; where it cannot be written, they are measured again by the next process."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        known = _read(path)
-        known.setdefault(key, {}).update(times)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file)
-        os.replace(file.name, path)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # processes that measure at the same time write one after another
+            known = _read(path)
+            known.setdefault(key, {}).update(times)
+            beside = path.with_suffix(".part")
+            beside.write_text(json.dumps(known))
+            os.replace(beside, path)

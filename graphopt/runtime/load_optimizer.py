@@ -22,9 +22,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
         if len(state["param_groups"]) != len(kept[1]):
             raise ValueError(f"{len(state['param_groups'])} parameter groups, and not {len(kept[1])}")
         groups = [_options(saved, group) for saved, group in zip(state["param_groups"], kept[1], strict=True)]
-        for index, entries in state["state"].items():
-            if not isinstance(entries, dict):
-                raise TypeError(f"the state of parameter {index} is of type {type(entries).__name__}")
+        _check_entries(optimizer, state)
         optimizer.load_state_dict({**state, "param_groups": groups})
     except InputError:
         raise
@@ -34,6 +32,32 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             f"it holds no state of this {type(optimizer).__name__} ({type(error).__name__}: {error}). Make the optimizer as it "
             "was when the state was saved."
         ) from error
+
+
+SHAPED_OTHERWISE = ("Adafactor", "LBFGS")
+"""Optimizers of torch whose states have other shapes than their parameters."""
+
+
+def _check_entries(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise `TypeError` or `ValueError` unless every entry may be a part of the state of its parameter.
+
+    Optimizers of torch keep numbers, and tensors that are numbers or have the parameter's shape; of others that is not known.
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ not in SHAPED_OTHERWISE
+    ours = (p for group in optimizer.param_groups for p in group["params"])
+    saved = (index for group in state["param_groups"] for index in group["params"])
+    shapes = {index: p.shape for index, p in zip(saved, ours, strict=True)}
+    for index, entries in state["state"].items():
+        if not isinstance(entries, dict):
+            raise TypeError(f"the state of parameter {index} is of type {type(entries).__name__}")
+        if index not in shapes:
+            raise ValueError(f"there is no parameter {index}")
+        for name, value in entries.items() if known else ():
+            if not isinstance(value, (Tensor, int, float, type(None))):
+                raise TypeError(f"{name} of parameter {index} is of type {type(value).__name__}")
+            if isinstance(value, Tensor) and value.dim() and value.shape != shapes[index]:
+                raise ValueError(f"{name} of parameter {index} is {tuple(value.shape)}, and not {tuple(shapes[index])}")
 
 
 def _options(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,13 @@ it holds is kept in it, so that damage is noticed before anything is used.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import json
 import math
 import os
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,21 +40,22 @@ _TYPES = {
 def write_state(path: str | os.PathLike[str], tree: Any) -> None:
     """Write `tree` to `path` in place of what is there.
 
-    A process that is killed meanwhile leaves what was there, and a file `.NAME.*.part` beside it that nothing needs.
+    A process that is killed meanwhile leaves what was there, and a file `.NAME.*.part` beside it, which the next write removes.
 
     Args:
         tree: None, booleans, numbers, texts and tensors, in lists, tuples and dicts.
     Raises:
-        InputError: an entry is something else; names it. Nothing is written then.
+        InputError: an entry is something else; names it. Or `path` is none, or that of a folder, a device, a pipe or a socket.
+            Nothing is written then.
         CheckpointError: the file could not be written; what was there is as it was.
     """
+    target = _regular(path)
     tensors: dict[str, Tensor] = {}
     structure = json.dumps(_encoded(tree, "", tensors), allow_nan=False)
     if len(structure) > MOST_BYTES_OF_STRUCTURE:
         raise InputError(f"the state has {len(structure):,} bytes beside its tensors, more than a safetensors file can hold.")
     tensors = {name: tensor.cpu().resolve_conj().resolve_neg().contiguous() for name, tensor in tensors.items()}
     metadata = {"format": FORMAT, "version": str(VERSION), "state": structure, "sha256": digest_of(structure, tensors)}
-    target = Path(path).resolve()  # a link stays a link
     try:
         with _replacing(target) as file:
             _write(file, tensors, metadata)
@@ -68,11 +72,10 @@ def read_state(path: str | os.PathLike[str]) -> Any:
     Raises:
         InputError: there is no such file, or it is damaged, of another kind, or of a newer version.
     """
+    file_path = _regular(path)
     damaged = f"{path} is damaged or no safetensors file"
     try:
-        if os.path.isdir(path):
-            raise FileNotFoundError("it is a folder")
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(file_path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
             structure = _checked_kind(path, metadata)
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  not a mapping
@@ -107,12 +110,46 @@ def _checked_kind(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> 
     return metadata["state"]
 
 
+def _regular(path: Any) -> Path:
+    """Where a path leads: to a regular file, or to none yet. A link stays a link.
+
+    Raises:
+        InputError: it cannot be a path, or it leads to something else.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        raise InputError(f"{path!r} is no path: give a text or a pathlib.Path.")
+    try:
+        found = Path(path).resolve()
+        mode = found.stat().st_mode
+    except FileNotFoundError:
+        return found
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links, a zero byte
+        raise InputError(f"{str(path)!r} leads to no file: {error}. Give another path.") from error
+    if not stat.S_ISREG(mode):
+        kind = "a folder" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+        raise InputError(f"{path} is {kind}, and no file that a state could be in: give another path.")
+    return found
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove unfinished files of processes that are gone: a process that lives holds a lock on its own."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        with contextlib.suppress(OSError), open(left, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+
+
 @contextlib.contextmanager
 def _replacing(target: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `target` if all goes well, and is gone if not."""
     beside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         with open(beside, "xb") as file:
+            with contextlib.suppress(OSError):  # some file systems have no locks; nothing is removed there
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not beside.exists():  # taken for abandoned between two lines of ours
+                raise OSError(f"another process has removed {beside.name}")
+            _remove_abandoned(target)
             yield file
             file.flush()
             os.fsync(file.fileno())

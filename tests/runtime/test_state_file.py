@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -157,7 +158,47 @@ def test_a_process_killed_at_any_moment_leaves_a_file_that_loads(path: Path) -> 
     done = subprocess.run([sys.executable, "-c", KILLED, str(path)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 1
-    assert [n for n in path.parent.iterdir() if n.name.endswith(".part")], "no kill came in the middle of a write"
+    abandoned = [n for n in path.parent.iterdir() if n.name.endswith(".part")]
+    assert len(abandoned) <= 1, "a write leaves what processes before it had left"
+    write_state(path, ["after"])
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_what_a_dead_process_left_is_removed_and_what_a_living_one_writes_is_not(path: Path) -> None:
+    left, written, other = (path.parent / name for name in (f".{path.name}.1.part", f".{path.name}.2.part", ".other.1.part"))
+    for file in (left, written, other):
+        file.write_bytes(b"half")
+    with open(written, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        write_state(path, [1])
+        assert sorted(os.listdir(path.parent)) == sorted([path.name, written.name, other.name])
+    write_state(path, [2])
+    assert sorted(os.listdir(path.parent)) == sorted([path.name, other.name])
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "circle"])
+def test_what_is_no_regular_file_is_refused_and_stays(kind: str, path: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "circle":
+        path.symlink_to(path)
+    else:
+        path.symlink_to("/dev/null")
+    before = os.lstat(path)
+    for call in (lambda: write_state(path, [1]), lambda: read_state(path)):
+        with pytest.raises(InputError, match="give another path|Give another path"):
+            call()
+    assert (os.lstat(path).st_ino, os.lstat(path).st_mode) == (before.st_ino, before.st_mode)
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("path", [b"state", None, 3, "a\0b", ["state"]])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    for call in (lambda: write_state(path, [1]), lambda: read_state(path)):
+        with pytest.raises(InputError, match="is no path|leads to no file"):
+            call()
 
 
 @given(data=st.data())
@@ -210,7 +251,7 @@ def write_with(path: Path, structure: str, **metadata: str) -> None:
 def test_files_of_others_are_refused_with_the_reason(path: Path) -> None:
     with pytest.raises(InputError, match="no state can be read from .*No such file"):
         read_state(path)
-    with pytest.raises(InputError, match="no state can be read from"):
+    with pytest.raises(InputError, match="is a folder"):
         read_state(path.parent)
     path.write_bytes(b"")
     with pytest.raises(InputError, match="is damaged or no safetensors file"):

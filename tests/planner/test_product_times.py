@@ -1,0 +1,79 @@
+"""Measured times are kept on disk: what is damaged counts as nothing, and processes do not lose each other's."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphopt.planner.product_times import ProductTimes
+
+GOOD = {"4x4x4": 0.5, "combine 2x2 of 4x4": 1, "copy 16": 1e-6}
+
+
+def times(path: Path) -> ProductTimes:
+    return ProductTimes(torch.device("cpu"), torch.float32, path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "graphopt" / "product_times.json"
+
+
+def test_what_was_measured_is_known_to_the_next_process(path: Path) -> None:
+    measured = times(path).product(4, 5, 6)
+    assert measured > 0
+    assert times(path).product(4, 5, 6) == measured
+    assert {file.name for file in path.parent.iterdir()} == {"product_times.json", "product_times.lock"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "", "{", "[]", "7", "[" * 100_000, '{"a": ' * 100_000, '{"KEY": 3}', '{"KEY": {"4x4x4": "fast"}}',
+        '{"KEY": {"4x4x4": true}}',
+        '{"KEY": {"4x4x4": NaN}}', '{"KEY": {"4x4x4": Infinity}}', '{"KEY": {"4x4x4": 0}}', '{"KEY": {"4x4x4": -1}}',
+        '{"KEY": {"4x4x4": [1]}}', '{"KEY": {"other": 1}}', '{"other": {"4x4x4": null}}', "\0",
+    ],
+    ids=lambda damage: repr(damage[:30]),
+)  # fmt: skip
+def test_what_is_damaged_counts_as_nothing(damage: str, path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(damage.replace("KEY", times(path).key))
+    assert 0 < times(path).product(4, 4, 4) < 0.5
+    assert json.loads(path.read_text())[times(path).key].keys() == {"4x4x4"}
+
+
+def test_what_is_whole_is_used(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({times(path).key: GOOD}))
+    assert times(path).product(4, 4, 4) == 0.5
+
+
+def test_a_folder_in_the_place_of_the_file_or_of_its_folder_changes_nothing(path: Path) -> None:
+    path.mkdir(parents=True)
+    assert times(path).product(4, 4, 4) > 0
+    assert path.is_dir()
+    assert times(path / "file" / "there").product(4, 4, 4) > 0
+
+
+WRITER = """
+import sys, torch
+from pathlib import Path
+from graphopt.planner import product_times
+found = product_times.ProductTimes(torch.device("cpu"), torch.float32, Path(sys.argv[1]))
+found._measure = lambda call: 1.0
+for i in range(40):
+    found.product(int(sys.argv[2]), i, 1)
+"""
+
+
+def test_two_processes_that_write_lose_nothing(path: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(k)]) for k in (1, 2)]
+    assert [writer.wait(timeout=300) for writer in writers] == [0, 0]
+    (known,) = json.loads(path.read_text()).values()
+    assert len(known) == 80
