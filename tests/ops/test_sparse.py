@@ -1,4 +1,4 @@
-"""Sums of few rows: on the CPU, compiled, and by the Triton kernel in Triton's interpreter."""
+"""Sums of few rows: on the CPU, compiled, and by the Triton kernel in Triton's interpreter and as machine code."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from hypothesis import given, strategies as st
 from torch.utils.flop_counter import FlopCounterMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.ops.sparse import combine_rows
@@ -75,3 +78,17 @@ def test_the_triton_kernel_agrees_in_tritons_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", _KERNEL], env=environment, capture_output=True, text=True, check=False)
     assert "kernel agrees" in run.stdout, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("table", "weights"), [("fp32", "fp32"), ("bf16", "fp32"), ("fp16", "fp32"), ("fp64", "fp64")])
+def test_the_triton_kernel_is_machine_code_for_gpus_that_are_not_here(table: str, weights: str, capability: int) -> None:
+    from graphopt.ops.sparse_triton import _kernel
+
+    pointers = {"table": f"*{table}", "indices": "*i32", "weights": f"*{weights}", "out": f"*{table}"}
+    sizes = {"width": "i32", "row_stride": "i32", "column_stride": "i32"}
+    constants = {"ENTRIES": 4, "COLUMNS": 256}
+    source = ASTSource(fn=_kernel, signature={**pointers, **sizes, **dict.fromkeys(constants, "constexpr")}, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    assert f".target sm_{capability}" in compiled.asm["ptx"]
+    assert compiled.asm["cubin"].startswith(b"\x7fELF")
