@@ -61,7 +61,7 @@ class _Checker(fx.Interpreter):
         return result
 
     def _known(self, node: fx.Node) -> bool:
-        """Whether a node does what it did before, with what the same nodes hand it."""
+        """Whether a node does what it did before, with what the same nodes give it."""
         pairs = [(n, self.before.get(n.name)) for n in (node, *node.all_input_nodes)]
         if node.op != "call_function" or any(b is None or n.meta.get("val") is not b.meta.get("val") for n, b in pairs):
             return False

@@ -26,13 +26,13 @@ def ok(name: str) -> dict[str, Any]:
 class Process:
     """A process that writes some lines and then ends, or, without a code, hangs."""
 
-    def __init__(self, told: list[Any], code: int | None) -> None:
-        self.told, self.returncode, self.killed = told, code, threading.Event()
+    def __init__(self, lines: list[Any], code: int | None) -> None:
+        self.lines, self.returncode, self.killed = lines, code, threading.Event()
 
     @property
     def stdout(self) -> Any:
         yield "noise\n"
-        yield from (PREFIX + json.dumps(line) + "\n" for line in self.told)
+        yield from (PREFIX + json.dumps(line) + "\n" for line in self.lines)
         if self.returncode is None:
             self.killed.wait()
 

@@ -143,7 +143,7 @@ def moving_average(c: Choices, shape: Shape, _: int) -> Layer:
     return Layer("moving average", shape, rule, mean=torch.zeros(()), calls=torch.zeros((), dtype=torch.int64))
 
 
-def mixing(c: Choices, shape: Shape, _: int) -> Layer:
+def not_separable(c: Choices, shape: Shape, _: int) -> Layer:
     return c.of([
         Layer("mean over the batch", shape, lambda m, x: x - x.mean(0, keepdim=True)),
         Layer("flip of the batch", shape, lambda m, x: x + 0.5 * x.flip(0)),
@@ -318,7 +318,7 @@ RULES: dict[int, list[Any]] = {
 def layer(c: Choices, shape: Shape, depth: int) -> Layer:
     """One layer; those that hold others only while `depth` lasts."""
     if c.rarely(40):
-        return mixing(c, shape, depth)
+        return not_separable(c, shape, depth)
     return c.of(RULES[len(shape)][: None if depth else -len(ANY) + 2])(c, shape, depth - 1)
 
 

@@ -429,5 +429,5 @@ def test_auto_reorders_and_says_what_it_did() -> None:
     assert opt.report.passes == ["runlora"]
     assert len(opt.report.sections["runlora"]["adapters"]) == 3
     assert "adapters" in str(opt.report)
-    assert opt.report.to_dict()["adapters"][0]["flops_before"] > 0
+    assert opt.report.to_dict()["sections"]["runlora"]["adapters"][0]["flops_before"] > 0
     assert graphopt.optimize(Net(), (x,), backend="aot_eager").report.passes == []
