@@ -101,5 +101,4 @@ def test_there_are_many_cases() -> None:
     names = first_cases()
     assert len(names) == len(set(names)) >= 600
     assert not {name.rpartition("/")[0] for name in names} & set(LEFT_OUT)
-    found = case_names(2, ["module/nn.GLU/*", "operator/ab?/1"])
-    assert found == ["module/nn.GLU/0", "module/nn.GLU/1", "operator/abs/0", "operator/abs/1"]
+    assert case_names(2, ["module/nn.GLU/*", "operator/ab?/0"]) == ["module/nn.GLU/0", "module/nn.GLU/1", "operator/abs/0"]
