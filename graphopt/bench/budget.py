@@ -30,7 +30,7 @@ AIM = 0.3
 """Part of exact training's time in which `auto` is to be as accurate."""
 
 _COLOURS = {
-    "exact": "#456", "greentrainer": "#c63", "vcas": "#8a8", "lsp": "#a7b", "runlora": "#cb6", "auto": "#d22", "joint": "#28a",
+    "exact": "#456", "greentrainer": "#c63", "vcas": "#8a8", "lsp": "#a7b", "runlora": "#cb6", "auto": "#d22",
 }  # fmt: skip
 
 

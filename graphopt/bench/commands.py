@@ -79,7 +79,7 @@ def bench_lsp(
 def bench_budget(
     variants: Annotated[
         str,
-        typer.Option(help="Of exact, greentrainer, vcas, lsp, runlora, auto, joint, with commas; else those not run yet."),
+        typer.Option(help="Of exact, greentrainer, vcas, lsp, runlora, auto, with commas; else those not run yet."),
     ] = "",
     steps: Annotated[int, typer.Option(min=1, help="Steps of exact training.")] = 600,
     most_steps: Annotated[int, typer.Option(min=0, help="Steps of every other run, at most; 0: as many as exact training.")] = 0,
