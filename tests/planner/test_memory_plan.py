@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from graphopt.passes import GreenTrainer, Recompute
+from graphopt.passes import GreenTrainer, Lsp, Recompute
 from torch import Tensor, nn
 
 import graphopt
@@ -91,6 +91,30 @@ def test_below_what_recomputing_reaches_tensors_are_frozen_and_never_compressed_
     assert "lsp" not in opt.report.passes
     assert 0 < opt.report.trained < opt.report.trainable
     assert float(opt(x)) < before
+
+
+def test_gradients_are_compressed_as_far_as_the_limit_needs_where_that_was_asked_for() -> None:
+    def optimized(memory: int | str) -> tuple[nn.Module, Tensor, graphopt.OptimizedModule]:
+        model, x = tower(64)
+        passes = ["recompute", "greentrainer", Lsp(subspace=8, nonzeros=2, weights=(), criterion="flops")]
+        return model, x, graphopt.optimize(model, (x,), graphopt.Budget(memory=memory), passes, backend="aot_eager")
+
+    model, x, opt = optimized(900_000)
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3)
+    before = float(opt(x).detach())
+    for _ in range(2):
+        opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert peak(opt, 64) <= 900_000
+    assert float(opt(x).detach()) < before
+    assert opt.report.trained == opt.report.trainable
+    _, _, smaller = optimized(600_000)
+    assert 0 < len(opt.plan.decisions["lsp"].weights) < len(smaller.plan.decisions["lsp"].weights)
+    model, x, whole = optimized("1GiB")
+    assert "lsp" not in whole.states  # nothing is compressed, so that any optimizer will do
+    whole(x).backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_with_an_optimizer_that_exists_tensors_are_frozen_instead() -> None:
