@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphopt.planner import product_times
 from graphopt.planner.product_times import ProductTimes
 
 GOOD = {"4x4x4": 0.5, "combine 2x2 of 4x4": 1, "copy 16": 1e-6}
@@ -20,7 +21,8 @@ def times(path: Path) -> ProductTimes:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(product_times, "_adopted", {})  # what state files of other tests brought
     return tmp_path / "graphopt" / "product_times.json"
 
 
