@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 
-from graphopt.passes import greentrainer, lsp, recompute, runlora, vcas
+from graphopt.passes import dead_rows, greentrainer, lsp, recompute, runlora, vcas
 from graphopt.passes.base import Pass, PassReport, Preserves, Site, run_pass
+from graphopt.passes.dead_rows import DeadRows
 from graphopt.passes.greentrainer import GreenTrainer
 from graphopt.passes.lsp import Lsp
 from graphopt.passes.recompute import Recompute
@@ -13,6 +14,7 @@ from graphopt.passes.vcas import Vcas
 
 BY_NAME: dict[str, type[Technique]] = {
     "recompute": Recompute,
+    "dead_rows": DeadRows,
     "greentrainer": GreenTrainer,
     "runlora": RunLora,
     "vcas": Vcas,
@@ -25,13 +27,14 @@ def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     """The passes in the order of the pipeline, whatever the order they were listed in.
 
     1. recompute marks segments of the forward as it was captured, so that they are the same whatever else is done.
-    2. greentrainer drops gradients: everything after it has less to do.
-    3. runlora reorders the products of layers with adapters, while all rows are there and their number is a formula.
-    4. A user's pass that is EXACT, then one that is UNBIASED: it sees the graph of the whole batch.
-    5. vcas leaves out rows: from here on the graph holds for one batch size alone.
-    6. lsp compresses the gradients that are left, as products over the rows that are left: P'(A_k)(B_k)Q. The image of an
+    2. dead_rows narrows tensors to the rows that are read: all that follows works on what is left.
+    3. greentrainer drops gradients: everything after it has less to do.
+    4. runlora reorders the products of layers with adapters, while all samples are there and their number is a formula.
+    5. A user's pass that is EXACT, then one that is UNBIASED: it sees the graph of the whole batch.
+    6. vcas leaves out rows: from here on the graph holds for one batch size alone.
+    7. lsp compresses the gradients that are left, as products over the rows that are left: P'(A_k)(B_k)Q. The image of an
        unbiased gradient is unbiased. (Were it to run before vcas, terms would be drawn by the norms of other matrices.)
-    7. A user's pass that is PROJECTED.
+    8. A user's pass that is PROJECTED.
 
     Users' passes of one kind stay in the order they were listed in.
     """
@@ -42,6 +45,7 @@ def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
 
 __all__ = [
     "BY_NAME",
+    "DeadRows",
     "GreenTrainer",
     "Lsp",
     "Pass",
@@ -51,6 +55,7 @@ __all__ = [
     "RunLora",
     "Site",
     "Vcas",
+    "dead_rows",
     "greentrainer",
     "in_order",
     "lsp",

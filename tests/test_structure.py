@@ -19,8 +19,8 @@ ROOT = {
     "specialise",
 }  # fmt: skip
 
-TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer)"
-CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer)"
+TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer|dead_rows)"
+CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer|DeadRows)"
 IMPORT = re.compile(rf"^\s*from graphopt\.passes(\.{TECHNIQUES}[. ]| import .*\b{CLASSES}\b)", re.M)
 
 

@@ -1,0 +1,205 @@
+"""Which rows of each tensor can reach what training reads, and which rows of a gradient are not zero."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from graphopt.passes.dead_rows.rules import ROWS_FIRST, Axis, Read, Rules, first_value, tensors_of
+from torch import fx
+
+from graphopt.analysis.batch_dims import gradient_cone
+from graphopt.analysis.flop_formulas import node_flops
+from graphopt.graph import TrainingGraph, descendants
+
+aten = torch.ops.aten
+
+MOST = 0.5
+"""Part of the rows that may be read, for the others to be left out."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows `start` to `stop` (exclusive) of `length`."""
+
+    length: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        which = f"row {self.start}" if self.count == 1 else f"rows {self.start} to {self.stop - 1}"
+        return f"{which} of {self.length}"
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What can be computed on some rows alone.
+
+    Attributes:
+        name: the first parameter that reads only these rows, or "the output".
+        rows: which.
+        takes: nodes of the forward that take these rows, and no others, of a tensor.
+        narrow: nodes that need be computed for these rows alone, and where the rows are in their results.
+        zeros: those of them that are zero in all other rows; others are not defined there.
+        sums: what nodes that sum over rows read, all other rows being zero.
+        flops: of a step, that this saves.
+    """
+
+    name: str
+    rows: Rows
+    takes: Mapping[fx.Node, Axis]
+    narrow: Mapping[fx.Node, Axis]
+    zeros: frozenset[fx.Node]
+    sums: Mapping[fx.Node, Read]
+    flops: int
+
+
+def find_demands(graph: TrainingGraph) -> list[Demand]:
+    """Every set of rows by which a step can be made cheaper, each as if it were the only one."""
+    found: list[Demand] = []
+    for (node, dim), taken in _taken(graph).items():
+        rows = Rows(taken[0][0].length, min(r.start for r, _ in taken), max(r.stop for r, _ in taken))
+        if rows.count > MOST * rows.length or any(node in demand.narrow for demand in found):
+            continue
+        demand = _demand(graph, rows, {take: Axis(dim) for _, take in taken})
+        if demand.flops > 0:
+            found.append(demand)
+    return found
+
+
+def taken_rows(node: fx.Node) -> tuple[int, Rows] | None:
+    """The dimension and the rows that a `select` or a `slice` takes, or that its backward puts among zeros; None: no such node."""
+    backward = node.target in (aten.select_backward.default, aten.slice_backward.default)
+    if not backward and node.target not in (aten.select.int, aten.slice.Tensor):
+        return None
+    whole = first_value(node if backward else node.args[0])  # type: ignore[arg-type]
+    given = node.args[2:] if backward else node.args[1:]
+    if whole is None or any(isinstance(argument, fx.Node) for argument in given):
+        return None
+    dim = (given[0] if given else 0) % whole.dim()  # type: ignore[operator]
+    length = whole.shape[dim]
+    if not isinstance(length, int):
+        return None
+    if node.target in (aten.select.int, aten.select_backward.default):
+        index = given[1] % length  # type: ignore[operator]
+        return dim, Rows(length, index, index + 1)
+    start, stop, step = (*given[1:], *(None, None, 1)[len(given) - 1 :])
+    start, stop, _ = slice(start, stop).indices(length)  # type: ignore[misc]
+    return (dim, Rows(length, start, stop)) if step == 1 and start < stop else None
+
+
+def _taken(graph: TrainingGraph) -> dict[tuple[fx.Node, int], list[tuple[Rows, fx.Node]]]:
+    """By tensor and dimension, the rows that nodes of the forward take of it."""
+    found: dict[tuple[fx.Node, int], list[tuple[Rows, fx.Node]]] = {}
+    for node in graph.graph.nodes:
+        if node.target in (aten.select.int, aten.slice.Tensor) and (taken := taken_rows(node)) is not None:
+            dim, rows = taken
+            source = _source(node.args[0])
+            if source.op == "call_function" and rows.count < rows.length:
+                found.setdefault((source, dim), []).append((rows, node))
+    return found
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a node has all elements of: `x` of `x[:]`."""
+    while node.target is aten.slice.Tensor and first_value(node).shape == first_value(node.args[0]).shape:  # type: ignore[arg-type, union-attr]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _demand(graph: TrainingGraph, rows: Rows, takes: Mapping[fx.Node, Axis]) -> Demand:
+    rules = Rules(graph, rows.length)
+    zeros, sums = _zeros(graph, rules, rows)
+    narrow = dict(zeros)
+    for node in reversed(graph.graph.nodes):
+        if node.op != "call_function" or node in zeros or node in takes or node in sums or first_value(node) is None:
+            continue
+        if node.target is operator.getitem and node.args[0].target in ROWS_FIRST and node.args[1] != 0:
+            continue
+        axis = _needed(node, rules, narrow, takes, sums)
+        if axis is not None and rules.carries(node, axis) and rules.read(node, axis) is not None:
+            narrow[node] = axis
+    narrow = _with_all_results(narrow)
+    saved = sum(graph.at(node_flops(node), graph.batch_size) for node in (*narrow, *sums))
+    used = {take: axis for take, axis in takes.items() if take.args[0] in narrow}
+    flops = int(saved * (1 - rows.count / rows.length)) if used or sums else 0
+    return Demand(_name(graph, takes), rows, used, narrow, frozenset(zeros), sums, flops)
+
+
+def _zeros(graph: TrainingGraph, rules: Rules, rows: Rows) -> tuple[dict[fx.Node, Axis], dict[fx.Node, Read]]:
+    """Nodes that are zero in all rows but these, and those that sum over the rows of such."""
+    zeros: dict[fx.Node, Axis] = {}
+    sums: dict[fx.Node, Read] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in (aten.select_backward.default, aten.slice_backward.default) and (put := taken_rows(node)) is not None:
+            dim, these = put
+            if these.length == rows.length and rows.start <= these.start and these.stop <= rows.stop:
+                zeros[node] = Axis(dim)
+                continue
+        read = {n: zeros[n] for n in tensors_of(node) if n in zeros}
+        if not read or (node.target is operator.getitem and node.args[0].target in ROWS_FIRST and node.args[1] != 0):
+            continue
+        if (summed := rules.summed(node, zeros)) is not None:
+            sums[node] = summed
+        elif rules.keeps_zeros(node, read):
+            first, there = next(iter(read.items()))
+            axis = rules.written(node, first, there)
+            if axis is not None and all((rules.read(node, axis) or {}).get(n) == where for n, where in read.items()):
+                zeros[node] = axis
+    return zeros, sums
+
+
+def _needed(
+    node: fx.Node, rules: Rules, narrow: Mapping[fx.Node, Axis], takes: Mapping[fx.Node, Axis], sums: Mapping[fx.Node, Read]
+) -> Axis | None:
+    """Where the rows are that all users of a node read of it; None if one of them reads more."""
+    axes: set[Axis | None] = set()
+    for user in node.users:
+        if user.target is aten.sym_size.int:  # `simplify_sizes` reads it elsewhere
+            continue
+        if user in takes and user.args[0] is node:
+            axes.add(takes[user])
+        elif user in sums:
+            axes.add(sums[user].get(node))
+        elif user in narrow:
+            axes.add((rules.read(user, narrow[user]) or {}).get(node))
+        else:
+            return None
+    return axes.pop() if len(axes) == 1 else None
+
+
+def _with_all_results(narrow: Mapping[fx.Node, Axis]) -> dict[fx.Node, Axis]:
+    """Without results of operators that have others which are needed in full: of these, rows are taken when all are computed."""
+    return {n: axis for n, axis in narrow.items() if n.target is not operator.getitem or n.args[0] in narrow}
+
+
+def _name(graph: TrainingGraph, takes: Mapping[fx.Node, Axis]) -> str:
+    """The first parameter that is read together with what was taken."""
+    below, names = descendants(takes) - gradient_cone(graph), graph.parameter_nodes()
+    for node in graph.graph.nodes:
+        if node in below and node not in takes and node.op == "call_function":
+            for name in _parameters_of(node, names, below):
+                return name
+    return "the output"
+
+
+def _parameters_of(node: fx.Node, names: Mapping[fx.Node, str], below: set[fx.Node]) -> Iterator[str]:
+    """Parameters that a node reads, as they are or transposed; a weight first."""
+    found = []
+    for argument in node.all_input_nodes:
+        while argument not in names and argument not in below and len(argument.all_input_nodes) == 1:
+            argument = argument.all_input_nodes[0]
+        if argument in names:
+            found.append(argument)
+    ranked = sorted(found, key=lambda n: -n.meta["val"].dim())
+    return itertools.islice((names[n] for n in ranked), 1)

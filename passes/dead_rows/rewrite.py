@@ -1,0 +1,216 @@
+"""Computing nodes of a joint graph on some rows alone."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from graphopt.passes.dead_rows.demand import Demand, taken_rows
+from graphopt.passes.dead_rows.rules import ROWS_FIRST, VIEWS, Axis, Rules, first_value
+from torch import fx
+
+from graphopt.compat import fake_mode_of
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes
+
+aten = torch.ops.aten
+
+
+def narrow(graph: TrainingGraph, demand: Demand) -> None:
+    """Compute what `demand` says on its rows alone, in place.
+
+    Raises:
+        PassError: a size is not known that would have to be; the graph must not be used then.
+    """
+    _Narrowing(graph, demand).apply()
+
+
+class _Narrowing:
+    """One rewriting.
+
+    Attributes:
+        made: by node and place of the rows, the same on the demanded rows alone.
+        padded: by node, the same with zeros in all other rows.
+    """
+
+    def __init__(self, graph: TrainingGraph, demand: Demand) -> None:
+        self.graph = graph
+        self.demand = demand
+        self.rows = demand.rows
+        self.rules = Rules(graph, demand.rows.length)
+        self.made: dict[tuple[fx.Node, Axis], fx.Node] = {}
+        self.padded: dict[fx.Node, fx.Node] = {}
+        self.drawn: dict[fx.Node, fx.Node] = {}
+        self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
+
+    def apply(self) -> None:
+        """See `narrow`."""
+        simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
+        for node in list(self.graph.graph.nodes):
+            if node in self.demand.narrow:
+                self._move(node, self.demand.narrow[node])
+            elif node in self.demand.takes:
+                self._take(node, self.demand.takes[node])
+            elif node in self.demand.sums:
+                self._replace_inputs(node, self.demand.sums[node])
+            elif any(n in self.demand.zeros for n in node.all_input_nodes):
+                self._replace_inputs(node, {})
+        self.graph.eliminate_dead_code()
+
+    def _move(self, node: fx.Node, axis: Axis) -> None:
+        """Repeat a node on the rows; the node itself dies."""
+        if node.target is aten.native_dropout.default:
+            return  # its results are computed one by one
+        if node.target is operator.getitem and node.args[0].target is aten.native_dropout.default:  # type: ignore[union-attr]
+            self.made[node, axis] = self._dropped(node, axis)
+        elif self._is_put_back(node, axis):
+            self.made[node, axis] = self._put_back(node, axis)
+        else:
+            read = self.rules.read(node, axis)
+            assert read is not None
+            inputs = {n: self._input(n, read.get(n), node) for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            self.made[node, axis] = self._emit(_of_any_layout(node.target), self._sized(node, args, axis), node, kwargs)
+
+    def _replace_inputs(self, node: fx.Node, read: Mapping[fx.Node, Axis | None]) -> None:
+        """Have a node that stays read what it needs: some rows of what it sums over, and all rows of everything else."""
+        inputs = {n: self._input(n, read.get(n), node) for n in node.all_input_nodes}
+        node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+
+    def _input(self, node: fx.Node, axis: Axis | None, anchor: fx.Node) -> fx.Node:
+        """A tensor on the rows, or in full where `axis` is None."""
+        if axis is not None:
+            part = self._narrowed(node, axis, anchor)
+            if anchor.target not in ROWS_FIRST or node in self.demand.narrow:
+                return part
+            return self._emit(aten.clone.default, (part,), anchor, _CONTIGUOUS)  # kernels take statistics to be contiguous
+        if node not in self.demand.zeros:
+            return node
+        if first_value(node) is node.meta.get("val"):
+            return self._in_full(node, anchor)
+        return self.made[node, self.demand.narrow[node]]  # results that are sums over rows
+
+    def _narrowed(self, node: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
+        if (node, axis) not in self.made:
+            if node in self.demand.narrow:
+                raise PassError(f"{node.name} has its rows in two places.")
+            split, dim = self._split(node, axis, self.rows.length, anchor)
+            part = self._emit(aten.slice.Tensor, (split, dim, self.rows.start, self.rows.stop), anchor)
+            self.made[node, axis] = self._joined(part, node, axis, anchor)
+        return self.made[node, axis]
+
+    def _in_full(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        if node not in self.padded:
+            axis = self.demand.narrow[node]
+            split, dim = self._split(self.made[node, axis], axis, self.rows.count, anchor)
+            after = split.meta["val"].dim() - 1 - dim
+            padding = [*[0] * (2 * after), self.rows.start, self.rows.length - self.rows.stop]
+            whole = self._emit(aten.constant_pad_nd.default, (split, padding), anchor)
+            self.padded[node] = self._joined(whole, node, axis, anchor)
+        return self.padded[node]
+
+    def _take(self, node: fx.Node, axis: Axis) -> None:
+        """What is taken of the rows."""
+        found = taken_rows(node)
+        assert found is not None
+        source = self._narrowed(node.args[0], axis, node)  # type: ignore[arg-type]
+        start, stop = found[1].start - self.rows.start, found[1].stop - self.rows.start
+        if node.target is aten.select.int:
+            replaced = self._emit(aten.select.int, (source, axis.dim, start), node)
+        elif stop - start == self.rows.count:
+            replaced = source
+        else:
+            replaced = self._emit(aten.slice.Tensor, (source, axis.dim, start, stop), node)
+        node.replace_all_uses_with(replaced)
+
+    def _is_put_back(self, node: fx.Node, axis: Axis) -> bool:
+        backward = node.target in (aten.select_backward.default, aten.slice_backward.default)
+        return backward and (found := taken_rows(node)) is not None and found[0] == axis.dim
+
+    def _put_back(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """Rows of a gradient among those zeros that are left."""
+        found = taken_rows(node)
+        assert found is not None
+        gradient, rows = self._input(node.args[0], None, node), found[1]  # type: ignore[arg-type]
+        if node.target is aten.select_backward.default:
+            gradient = self._emit(aten.unsqueeze.default, (gradient, axis.dim), node)
+        if rows.count == self.rows.count:
+            return gradient
+        after = gradient.meta["val"].dim() - 1 - axis.dim
+        padding = [*[0] * (2 * after), rows.start - self.rows.start, self.rows.stop - rows.stop]
+        return self._emit(aten.constant_pad_nd.default, (gradient, padding), node)
+
+    def _dropped(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """One result of a dropout, by the numbers that would have been drawn for these rows, had all been drawn."""
+        dropout: fx.Node = node.args[0]  # type: ignore[assignment]
+        source, *rest = dropout.args
+        part = self._narrowed(source, axis, dropout)  # type: ignore[arg-type]
+        if dropout not in self.drawn:
+            split, dim = self._split(part, axis, self.rows.count, dropout)
+            one = self._emit(aten.full_like.default, (self._emit(aten.slice.Tensor, (split, dim, 0, 1), dropout), 1), dropout)
+            sizes = [self.rows.length if d == dim else -1 for d in range(split.meta["val"].dim())]
+            ones = self._joined(self._emit(aten.expand.default, (one, sizes), dropout), dropout, axis, dropout)
+            self.drawn[dropout] = self._emit(aten.native_dropout.default, (ones, *rest), dropout)
+        result = self._emit(operator.getitem, (self.drawn[dropout], node.args[1]), node)
+        split, dim = self._split(result, axis, self.rows.length, node)
+        drawn = self._emit(aten.slice.Tensor, (split, dim, self.rows.start, self.rows.stop), node)
+        drawn = self._joined(drawn, dropout, axis, node)
+        return drawn if node.args[1] else self._emit(aten.mul.Tensor, (part, drawn), node)
+
+    def _split(self, node: fx.Node, axis: Axis, length: int, anchor: fx.Node) -> tuple[fx.Node, int]:
+        """A tensor with a dimension of its own for rows, and which one that is."""
+        sizes = list(node.meta["val"].shape)
+        if axis.inner == 1 and sizes[axis.dim] == length:
+            return node, axis.dim
+        rows = [-1, length, *([axis.inner] if axis.inner > 1 else [])]
+        shape = [*self._known(sizes[: axis.dim]), *rows, *self._known(sizes[axis.dim + 1 :])]
+        return self._emit(aten.reshape.default, (node, shape), anchor), axis.dim + 1
+
+    def _joined(self, part: fx.Node, like: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
+        """The inverse of `_split`, of a tensor as that of `like`."""
+        value = first_value(like)
+        assert value is not None
+        sizes = list(value.shape)
+        if part.meta["val"].dim() == len(sizes):
+            return part
+        shape = [*self._known(sizes[: axis.dim]), -1, *self._known(sizes[axis.dim + 1 :])]
+        return self._emit(aten.reshape.default, (part, shape), anchor)
+
+    def _known(self, sizes: Sequence[Any]) -> list[int]:
+        if not all(isinstance(size, int) for size in sizes):
+            raise PassError(f"a tensor has sizes {sizes} beside its rows, which depend on the batch")
+        return list(sizes)
+
+    def _sized(self, node: fx.Node, args: tuple[Any, ...], axis: Axis) -> tuple[Any, ...]:
+        """The arguments of a node, where they say how large its result is, for the rows."""
+        if node.target not in _WITH_SIZES:
+            return args
+        sizes, size = list(args[1]), first_value(node).shape[axis.dim]  # type: ignore[union-attr]
+        if sizes[axis.dim] == -1:
+            return args
+        if isinstance(size, int):
+            sizes[axis.dim] = size // self.rows.length * self.rows.count
+        elif node.target in VIEWS:
+            others = [first_value(node).shape[d] if sizes[d] == -1 else sizes[d] for d in range(len(sizes))]  # type: ignore[union-attr]
+            sizes = [-1 if d == axis.dim else other for d, other in enumerate(others)]
+            if any(isinstance(other, torch.SymInt) for other in sizes):
+                raise PassError(f"{node.name} has two sizes that depend on the batch")
+        else:
+            raise PassError(f"{node.name} has a size beside its rows that depends on the batch")
+        return (args[0], sizes, *args[2:])
+
+    def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        return insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, *CHECKPOINTED), self.fake_mode)
+
+
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+_WITH_SIZES = frozenset({*VIEWS, aten.expand.default, aten.select_backward.default, aten.slice_backward.default})
+
+
+def _of_any_layout(target: Any) -> Any:
+    """Some rows may lie in memory in another way than all rows do, so that a view of them would need a copy."""
+    return aten.reshape.default if target in VIEWS else target

@@ -1,0 +1,1 @@
+"""Tests of `graphopt.passes.dead_rows`."""

@@ -1,0 +1,244 @@
+"""Rows that nobody reads are not computed, and no gradient changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import DeadRows, run_pass
+from graphopt.passes.dead_rows.demand import Rows, find_demands
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import PassError
+from graphopt.capture import capture
+from graphopt.graph import TrainingGraph
+from graphopt.testing import PassCheck, check_pass
+from tests.long_forms import long
+
+WIDTH = 8
+
+
+def everything(graph: TrainingGraph) -> list[str]:
+    return [site.name for site in DeadRows().applicable(graph)]
+
+
+def checked(model: nn.Module, *args: Any) -> PassCheck:
+    """The pass held to its contract in both precisions; the outcome in float32."""
+    return check_pass(DeadRows(), model, args or (batch(),), everything)[-1]
+
+
+def batch(samples: int = 3, rows: int = 6, width: int = WIDTH) -> Tensor:
+    return torch.randn(samples, rows, width)
+
+
+class Block(nn.Module):
+    """A transformer's block, written out."""
+
+    def __init__(self, heads: int = 2, causal: bool = False) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        split = (layer(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(*split, is_causal=self.causal)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+
+
+class Classifier(nn.Module):
+    """Blocks, and a head that reads what `pick` takes of their output."""
+
+    def __init__(self, pick: Callable[[Tensor], Tensor], blocks: int = 2, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(**options) for _ in range(blocks)))
+        self.head = nn.Linear(WIDTH, 3)
+        self.pick = pick
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.pick(self.blocks(x))).square().mean()
+
+
+class Rowwise(nn.Module):
+    """Layers that mix no rows; all but the rows that are read are dead, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 16, bias=False), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))[:, 2].square().sum()
+
+
+def test_the_graph_of_layers_that_mix_no_rows() -> None:
+    graph, report = run_pass(DeadRows(), capture(Rowwise(), (torch.randn(3, 6, WIDTH),)), ["the output"])
+    assert report.step_flops_after == report.step_flops_before // 6
+    shapes = [tuple(graph.at(s, 3) for s in n.meta["val"].shape) for n in graph.graph.nodes if "mm" in n.name]
+    assert shapes == [(3, 16), (3, 4), (4, 16), (3, 16), (16, 8)]
+
+
+@pytest.mark.parametrize(
+    ("pick", "rows"),
+    [
+        (lambda x: x[:, 0], Rows(6, 0, 1)),
+        (lambda x: x[:, -1], Rows(6, 5, 6)),
+        (lambda x: x[:, 2:4].flatten(1)[:, :WIDTH], Rows(6, 2, 4)),
+        (lambda x: x[:, 1] + x[:, 3], Rows(6, 1, 4)),
+        (lambda x: x.narrow(1, 4, 2).sum(1), Rows(6, 4, 6)),
+        (lambda x: x.transpose(0, 1)[0], Rows(6, 0, 1)),
+    ],
+)
+def test_a_classifier_that_reads_some_rows(pick: Callable[[Tensor], Tensor], rows: Rows) -> None:
+    model = Classifier(pick)
+    (demand,) = [d for d in find_demands(capture(model, (batch(),))) if d.rows.length == 6]
+    assert demand.rows == rows
+    found = checked(model)
+    assert found.report.changes.changed == ("head.weight",)
+    assert found.report.step_flops_before - found.report.step_flops_after >= demand.flops * 0.99
+
+
+def test_the_last_block_is_computed_for_one_row_but_for_its_keys_and_values() -> None:
+    samples, rows = 3, 6
+    found = checked(Classifier(lambda x: x[:, 0], blocks=1))
+    product = 2 * samples * WIDTH * WIDTH  # of one row of each sample with a square matrix
+    scores = 2 * samples * WIDTH * rows  # one query of each sample with all keys
+    layers = 3 * (2 * rows + 1 + 1 + 4) * product  # forward, dW, dX of key and value, query, output, and the feed-forward
+    attention = (2 + 5) * scores
+    head = 3 * 2 * samples * WIDTH * 3
+    assert found.report.step_flops_after == layers + attention + head
+
+
+def test_where_all_rows_are_an_output_the_backward_alone_is_narrowed() -> None:
+    class Both(Classifier):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            hidden = self.blocks(x)
+            return self.head(hidden[:, 0]).square().mean(), hidden.detach()
+
+    found = checked(Both(lambda x: x))
+    (narrowed,) = find_demands(capture(Classifier(lambda x: x[:, 0]), (batch(),)))
+    assert found.report.changes.changed == ("head.weight",)
+    assert 0 < found.report.step_flops_before - found.report.step_flops_after < narrowed.flops
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda x: x.mean(1),
+        lambda x: x[:, 1:].mean(1),
+        lambda x: x[:, 0] + x.mean(1),
+        lambda x: x.cumsum(1)[:, 1],
+        lambda x: x[:, ::2].mean(1),
+        lambda x: x.flip(1)[:, 0] + x[:, :5].amax(1),
+        lambda x: torch.cat([x, x], 1)[:, 0],
+        lambda x: x.softmax(1)[:, 0],
+    ],
+)
+def test_where_all_rows_are_read_or_mix_at_once_nothing_is_done(pick: Callable[[Tensor], Tensor]) -> None:
+    assert everything(capture(Classifier(pick), (batch(),))) == []
+    opt = graphopt.optimize(Classifier(pick), (batch(),), backend="aot_eager")
+    assert opt.report.plan is not None
+    assert "no rows" in opt.report.plan.not_needed["dead_rows"]
+    assert "dead_rows" not in opt.report.passes
+
+
+def test_causal_attention_stays_whole_and_what_follows_it_does_not() -> None:
+    causal, free = (checked(Classifier(lambda x: x[:, -1], blocks=1, causal=c)).report for c in (True, False))
+    assert free.step_flops_after < causal.step_flops_after < causal.step_flops_before
+
+
+def test_dropout_draws_the_numbers_that_eager_mode_draws() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, 16), nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = nn.functional.dropout(self.first(x), 0.5).relu()
+            return nn.functional.dropout(self.second(hidden), 0.3)[:, 1].square().sum()
+
+    model, x = Dropping(), batch()
+    opt = graphopt.optimize(copy.deepcopy(model), (x,), backend="aot_eager")
+    for seed in range(3):
+        losses = []
+        for run in (model, opt):
+            run.zero_grad()
+            torch.manual_seed(seed)
+            losses.append(run(x))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1])
+        for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+    assert opt.report.sections["dead_rows"]["rows"] == {"the output": "row 1 of 6"}
+
+
+def test_report_budget_and_unknown_names() -> None:
+    model = Classifier(lambda x: x[:, 0])
+    opt = graphopt.optimize(model, (batch(),), budget=0.6, backend="aot_eager")
+    alone = graphopt.optimize(model, (batch(),), budget=0.6, passes=["greentrainer"], backend="aot_eager")
+    assert opt.report.trained > alone.report.trained  # what is saved trains more
+    assert opt.report.flops_ratio <= 0.6
+    assert "dead rows        head.weight reads row 0 of 6" in str(opt.report)
+    with pytest.raises(PassError, match=r"head reads all rows: some rows are read alone by head\.weight"):
+        run_pass(DeadRows(), capture(model, (batch(),)), ["head"])
+
+
+def test_another_batch_size_and_another_length() -> None:
+    model = Classifier(lambda x: x[:, -1])
+    opt = graphopt.optimize(copy.deepcopy(model), (batch(),), backend="aot_eager")
+    for samples, rows in ((3, 6), (4, 6), (5, 9), (2, 1), (1, 4)):
+        x = batch(samples, rows)
+        for run in (model, opt):
+            run.zero_grad()
+            run(x).backward()
+        for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def transformers_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny classifier and a batch."""
+    import transformers
+
+    common = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 4}
+    text = {**common, "vocab_size": 50, "max_position_embeddings": 32}
+    image = {**common, "image_size": 8, "patch_size": 2}
+    own = {
+        "XLNet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "vocab_size": 50, "num_labels": 4},
+        "DistilBert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 50, "num_labels": 4},
+        "Beit": {**image, "use_mean_pooling": False},
+        "ViT": image,
+        "DeiT": image,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**own.get(name, text))
+    of_images = name in ("ViT", "DeiT", "Beit")
+    model = getattr(transformers, f"{name}For{'Image' if of_images else 'Sequence'}Classification")(config)
+    inputs = {"pixel_values": torch.randn(3, 3, 8, 8)} if of_images else {"input_ids": torch.randint(3, 49, (3, 7))}
+    return model.train(), {**inputs, "labels": torch.randint(0, 4, (3,))}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Bert", "DeiT", "XLNet", *long("Roberta", "Electra", "DistilBert", "Albert", "MPNet", "Camembert", "ViT", "Beit")],
+)
+def test_architectures_whose_classifier_reads_one_row(name: str) -> None:
+    model, inputs = transformers_model(name)
+    opt = graphopt.optimize(copy.deepcopy(model), inputs, backend="aot_eager")
+    losses = []
+    for run in (model, opt):
+        torch.manual_seed(0)  # dropout included
+        losses.append(run(**inputs).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+    for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+        if parameter.grad is not None:
+            assert (parameter.grad - other.grad).abs().max() <= 1e-5 * largest
+    assert len(opt.report.sections["dead_rows"]["rows"]) == 1
+    assert opt.report.flops_ratio < 0.9
