@@ -6,9 +6,10 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from graphopt.passes.dead_rows.rules import ROWS_FIRST, Axis, Read, Rules, first_value, tensors_of
+from graphopt.passes.dead_rows.rules import ROWS_FIRST, Axis, Read, Rules, arguments, first_value, tensors_of
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
@@ -76,23 +77,24 @@ def find_demands(graph: TrainingGraph) -> list[Demand]:
 
 
 def taken_rows(node: fx.Node) -> tuple[int, Rows] | None:
-    """The dimension and the rows that a `select` or a `slice` takes, or that its backward puts among zeros; None: no such node."""
+    """The dimension and the rows that a `select` or `slice` takes, or that its backward puts among zeros; None: no such node."""
     backward = node.target in (aten.select_backward.default, aten.slice_backward.default)
     if not backward and node.target not in (aten.select.int, aten.slice.Tensor):
         return None
-    whole = first_value(node if backward else node.args[0])  # type: ignore[arg-type]
-    given = node.args[2:] if backward else node.args[1:]
+    whole = first_value(node if backward else arguments(node)[0])
+    given = arguments(node)[2:] if backward else arguments(node)[1:]
     if whole is None or any(isinstance(argument, fx.Node) for argument in given):
         return None
-    dim = (given[0] if given else 0) % whole.dim()  # type: ignore[operator]
+    dim = (given[0] if given else 0) % whole.dim()
     length = whole.shape[dim]
     if not isinstance(length, int):
         return None
     if node.target in (aten.select.int, aten.select_backward.default):
-        index = given[1] % length  # type: ignore[operator]
+        index = given[1] % length
         return dim, Rows(length, index, index + 1)
-    start, stop, step = (*given[1:], *(None, None, 1)[len(given) - 1 :])
-    start, stop, _ = slice(start, stop).indices(length)  # type: ignore[misc]
+    bounds: tuple[Any, ...] = (*given[1:], *(None, None, 1)[max(0, len(given) - 1) :])
+    start, stop, step = bounds
+    start, stop, _ = slice(start, stop).indices(length)
     return (dim, Rows(length, start, stop)) if step == 1 and start < stop else None
 
 
@@ -102,7 +104,7 @@ def _taken(graph: TrainingGraph) -> dict[tuple[fx.Node, int], list[tuple[Rows, f
     for node in graph.graph.nodes:
         if node.target in (aten.select.int, aten.slice.Tensor) and (taken := taken_rows(node)) is not None:
             dim, rows = taken
-            source = _source(node.args[0])
+            source = _source(arguments(node)[0])
             if source.op == "call_function" and rows.count < rows.length:
                 found.setdefault((source, dim), []).append((rows, node))
     return found
@@ -110,8 +112,8 @@ def _taken(graph: TrainingGraph) -> dict[tuple[fx.Node, int], list[tuple[Rows, f
 
 def _source(node: fx.Node) -> fx.Node:
     """What a node has all elements of: `x` of `x[:]`."""
-    while node.target is aten.slice.Tensor and first_value(node).shape == first_value(node.args[0]).shape:  # type: ignore[arg-type, union-attr]
-        node = node.args[0]  # type: ignore[assignment]
+    while node.target is aten.slice.Tensor and node.meta["val"].shape == arguments(node)[0].meta["val"].shape:
+        node = arguments(node)[0]
     return node
 
 
@@ -122,14 +124,14 @@ def _demand(graph: TrainingGraph, rows: Rows, takes: Mapping[fx.Node, Axis]) -> 
     for node in reversed(graph.graph.nodes):
         if node.op != "call_function" or node in zeros or node in takes or node in sums or first_value(node) is None:
             continue
-        if node.target is operator.getitem and node.args[0].target in ROWS_FIRST and node.args[1] != 0:
+        if node.target is operator.getitem and arguments(node)[0].target in ROWS_FIRST and arguments(node)[1] != 0:
             continue
         axis = _needed(node, rules, narrow, takes, sums)
         if axis is not None and rules.carries(node, axis) and rules.read(node, axis) is not None:
             narrow[node] = axis
     narrow = _with_all_results(narrow)
     saved = sum(graph.at(node_flops(node), graph.batch_size) for node in (*narrow, *sums))
-    used = {take: axis for take, axis in takes.items() if take.args[0] in narrow}
+    used = {take: axis for take, axis in takes.items() if arguments(take)[0] in narrow}
     flops = int(saved * (1 - rows.count / rows.length)) if used or sums else 0
     return Demand(_name(graph, takes), rows, used, narrow, frozenset(zeros), sums, flops)
 
@@ -147,7 +149,7 @@ def _zeros(graph: TrainingGraph, rules: Rules, rows: Rows) -> tuple[dict[fx.Node
                 zeros[node] = Axis(dim)
                 continue
         read = {n: zeros[n] for n in tensors_of(node) if n in zeros}
-        if not read or (node.target is operator.getitem and node.args[0].target in ROWS_FIRST and node.args[1] != 0):
+        if not read or (node.target is operator.getitem and arguments(node)[0].target in ROWS_FIRST and arguments(node)[1] != 0):
             continue
         if (summed := rules.summed(node, zeros)) is not None:
             sums[node] = summed
@@ -167,7 +169,7 @@ def _needed(
     for user in node.users:
         if user.target is aten.sym_size.int:  # `simplify_sizes` reads it elsewhere
             continue
-        if user in takes and user.args[0] is node:
+        if user in takes and arguments(user)[0] is node:
             axes.add(takes[user])
         elif user in sums:
             axes.add(sums[user].get(node))
@@ -180,7 +182,7 @@ def _needed(
 
 def _with_all_results(narrow: Mapping[fx.Node, Axis]) -> dict[fx.Node, Axis]:
     """Without results of operators that have others which are needed in full: of these, rows are taken when all are computed."""
-    return {n: axis for n, axis in narrow.items() if n.target is not operator.getitem or n.args[0] in narrow}
+    return {n: axis for n, axis in narrow.items() if n.target is not operator.getitem or arguments(n)[0] in narrow}
 
 
 def _name(graph: TrainingGraph, takes: Mapping[fx.Node, Axis]) -> str:

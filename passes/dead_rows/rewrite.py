@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from graphopt.passes.dead_rows.demand import Demand, taken_rows
-from graphopt.passes.dead_rows.rules import ROWS_FIRST, VIEWS, Axis, Rules, first_value
+from graphopt.passes.dead_rows.rules import ROWS_FIRST, VIEWS, Axis, Rules, arguments, first_value
 from torch import fx
 
 from graphopt.compat import fake_mode_of
@@ -64,7 +64,7 @@ class _Narrowing:
         """Repeat a node on the rows; the node itself dies."""
         if node.target is aten.native_dropout.default:
             return  # its results are computed one by one
-        if node.target is operator.getitem and node.args[0].target is aten.native_dropout.default:  # type: ignore[union-attr]
+        if node.target is operator.getitem and arguments(node)[0].target is aten.native_dropout.default:
             self.made[node, axis] = self._dropped(node, axis)
         elif self._is_put_back(node, axis):
             self.made[node, axis] = self._put_back(node, axis)
@@ -72,7 +72,7 @@ class _Narrowing:
             read = self.rules.read(node, axis)
             assert read is not None
             inputs = {n: self._input(n, read.get(n), node) for n in node.all_input_nodes}
-            args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            args, kwargs = fx.map_arg((arguments(node), node.kwargs), inputs.__getitem__)
             self.made[node, axis] = self._emit(_of_any_layout(node.target), self._sized(node, args, axis), node, kwargs)
 
     def _replace_inputs(self, node: fx.Node, read: Mapping[fx.Node, Axis | None]) -> None:
@@ -116,7 +116,7 @@ class _Narrowing:
         """What is taken of the rows."""
         found = taken_rows(node)
         assert found is not None
-        source = self._narrowed(node.args[0], axis, node)  # type: ignore[arg-type]
+        source = self._narrowed(arguments(node)[0], axis, node)
         start, stop = found[1].start - self.rows.start, found[1].stop - self.rows.start
         if node.target is aten.select.int:
             replaced = self._emit(aten.select.int, (source, axis.dim, start), node)
@@ -134,7 +134,7 @@ class _Narrowing:
         """Rows of a gradient among those zeros that are left."""
         found = taken_rows(node)
         assert found is not None
-        gradient, rows = self._input(node.args[0], None, node), found[1]  # type: ignore[arg-type]
+        gradient, rows = self._input(arguments(node)[0], None, node), found[1]
         if node.target is aten.select_backward.default:
             gradient = self._emit(aten.unsqueeze.default, (gradient, axis.dim), node)
         if rows.count == self.rows.count:
@@ -145,20 +145,20 @@ class _Narrowing:
 
     def _dropped(self, node: fx.Node, axis: Axis) -> fx.Node:
         """One result of a dropout, by the numbers that would have been drawn for these rows, had all been drawn."""
-        dropout: fx.Node = node.args[0]  # type: ignore[assignment]
-        source, *rest = dropout.args
-        part = self._narrowed(source, axis, dropout)  # type: ignore[arg-type]
+        dropout: fx.Node = arguments(node)[0]
+        source, *rest = arguments(dropout)
+        part = self._narrowed(source, axis, dropout)
         if dropout not in self.drawn:
             split, dim = self._split(part, axis, self.rows.count, dropout)
             one = self._emit(aten.full_like.default, (self._emit(aten.slice.Tensor, (split, dim, 0, 1), dropout), 1), dropout)
             sizes = [self.rows.length if d == dim else -1 for d in range(split.meta["val"].dim())]
             ones = self._joined(self._emit(aten.expand.default, (one, sizes), dropout), dropout, axis, dropout)
             self.drawn[dropout] = self._emit(aten.native_dropout.default, (ones, *rest), dropout)
-        result = self._emit(operator.getitem, (self.drawn[dropout], node.args[1]), node)
+        result = self._emit(operator.getitem, (self.drawn[dropout], arguments(node)[1]), node)
         split, dim = self._split(result, axis, self.rows.length, node)
         drawn = self._emit(aten.slice.Tensor, (split, dim, self.rows.start, self.rows.stop), node)
         drawn = self._joined(drawn, dropout, axis, node)
-        return drawn if node.args[1] else self._emit(aten.mul.Tensor, (part, drawn), node)
+        return drawn if arguments(node)[1] else self._emit(aten.mul.Tensor, (part, drawn), node)
 
     def _split(self, node: fx.Node, axis: Axis, length: int, anchor: fx.Node) -> tuple[fx.Node, int]:
         """A tensor with a dimension of its own for rows, and which one that is."""
@@ -188,13 +188,13 @@ class _Narrowing:
         """The arguments of a node, where they say how large its result is, for the rows."""
         if node.target not in _WITH_SIZES:
             return args
-        sizes, size = list(args[1]), first_value(node).shape[axis.dim]  # type: ignore[union-attr]
+        sizes, size = list(args[1]), node.meta["val"].shape[axis.dim]
         if sizes[axis.dim] == -1:
             return args
         if isinstance(size, int):
             sizes[axis.dim] = size // self.rows.length * self.rows.count
         elif node.target in VIEWS:
-            others = [first_value(node).shape[d] if sizes[d] == -1 else sizes[d] for d in range(len(sizes))]  # type: ignore[union-attr]
+            others = [node.meta["val"].shape[d] if sizes[d] == -1 else sizes[d] for d in range(len(sizes))]
             sizes = [-1 if d == axis.dim else other for d, other in enumerate(others)]
             if any(isinstance(other, torch.SymInt) for other in sizes):
                 raise PassError(f"{node.name} has two sizes that depend on the batch")

@@ -55,7 +55,7 @@ _LINEAR = frozenset({
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 _PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
 _SUMMING = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.var.correction})
-_SOFTMAX = {
+_SOFTMAX: dict[Any, int] = {
     aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2,
     aten._log_softmax_backward_data.default: 2,
 }  # fmt: skip
@@ -99,7 +99,7 @@ class Rules:
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
-            return {node.args[0]: axis}  # type: ignore[dict-item]
+            return {arguments(node)[0]: axis}
         rule = _RULES.get(node.target)
         if rule is None and _is_elementwise(node.target):
             rule = _elementwise
@@ -125,39 +125,39 @@ class Rules:
 
     def keeps_zeros(self, node: fx.Node, zeros: Mapping[fx.Node, Axis]) -> bool:
         """Whether rows of a node's result are zero where those of the arguments in `zeros` are."""
-        target, first = node.target, node.args[0] if node.args else None
+        target, first = node.target, arguments(node)[0] if arguments(node) else None
         if target in _LINEAR or target is operator.getitem:
             return first in zeros
         if target is aten.mul.Tensor or target in _PRODUCTS:
-            return any(argument in zeros for argument in node.args)
+            return any(argument in zeros for argument in arguments(node))
         if target in (aten.div.Tensor, aten.sum.dim_IntList):
-            return first in zeros and not any(argument in zeros for argument in node.args[1:])
+            return first in zeros and not any(argument in zeros for argument in arguments(node)[1:])
         if target in _SUMS:
-            return all(argument in zeros for argument in node.args[:2])
+            return all(argument in zeros for argument in arguments(node)[:2])
         if target is aten.where.self:
-            return all(argument in zeros or _is_zero(argument) for argument in node.args[1:])
+            return all(argument in zeros or _is_zero(argument) for argument in arguments(node)[1:])
         if target is aten.masked_fill.Scalar:
-            return first in zeros and node.args[2] == 0
+            return first in zeros and arguments(node)[2] == 0
         gradient = str(target).partition(".")[2].partition(".")[0].endswith("_backward") and _is_elementwise(target)
         gradient = gradient or target in ROWS_FIRST or str(target).endswith("_backward_data.default")
         return gradient and first in zeros  # gradients come first, and enter linearly
 
     def summed(self, node: fx.Node, zeros: Mapping[fx.Node, Axis]) -> Read | None:
         """Where a node sums over rows, all but some of which are zero: where these rows are in what it reads."""
-        target, args = node.target, node.args
+        target, args = node.target, arguments(node)
         if target in _PRODUCTS:
             left, right = args[0], args[1]
-            inner = {left: len(self.shape(left)) - 1, right: len(self.shape(right)) - 2}  # type: ignore[arg-type]
+            inner = {left: len(self.shape(left)) - 1, right: len(self.shape(right)) - 2}
             for one, other in ((left, right), (right, left)):
-                axis = zeros.get(one)  # type: ignore[arg-type]
+                axis = zeros.get(one)
                 if left is not right and axis is not None and axis.dim == inner[one]:
                     there = Axis(inner[other], axis.inner)
-                    if zeros.get(other, there) == there:  # type: ignore[arg-type]
-                        return {one: axis, other: there}  # type: ignore[dict-item]
-        if target is aten.sum.dim_IntList and (axis := zeros.get(args[0])) is not None:  # type: ignore[arg-type]
-            dims = len(self.shape(args[0]))  # type: ignore[arg-type]
-            if axis.dim in {d % dims for d in args[1] or range(dims)}:  # type: ignore[union-attr]
-                return {args[0]: axis}  # type: ignore[dict-item]
+                    if zeros.get(other, there) == there:
+                        return {one: axis, other: there}
+        if target is aten.sum.dim_IntList and (axis := zeros.get(args[0])) is not None:
+            dims = len(self.shape(args[0]))
+            if axis.dim in {d % dims for d in args[1] or range(dims)}:
+                return {args[0]: axis}
         return None
 
 
@@ -170,6 +170,11 @@ def first_value(node: fx.Node) -> Tensor | None:
     if isinstance(value, (tuple, list)) and value:
         value = next((v for v in value if isinstance(v, Tensor)), None)
     return value if isinstance(value, Tensor) else None
+
+
+def arguments(node: fx.Node) -> tuple[Any, ...]:
+    """What a node is called with: nodes, numbers, lists of them."""
+    return node.args
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
@@ -187,8 +192,9 @@ def _is_elementwise(target: Any) -> bool:
 def _is_zero(argument: Any) -> bool:
     if not isinstance(argument, fx.Node):
         return argument == 0
-    value = {aten.full.default: 1, aten.scalar_tensor.default: 0, aten.full_like.default: 1}.get(argument.target)  # type: ignore[call-overload]
-    return argument.target is aten.zeros_like.default or (value is not None and argument.args[value] == 0)
+    positions: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0, aten.full_like.default: 1}
+    value = positions.get(argument.target)
+    return argument.target is aten.zeros_like.default or (value is not None and arguments(argument)[value] == 0)
 
 
 def _elementwise(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
@@ -237,46 +243,46 @@ def _moved(order: Callable[[Rules, fx.Node], list[int]]) -> Callable[[Rules, fx.
 
 def _transposed(rules: Rules, node: fx.Node) -> list[int]:
     dims = list(range(len(rules.shape(node))))
-    one, other = (0, 1) if node.target is aten.t.default else (d % len(dims) for d in node.args[1:3])  # type: ignore[operator]
+    one, other = (0, 1) if node.target is aten.t.default else (d % len(dims) for d in arguments(node)[1:3])
     if len(dims) > 1:
         dims[one], dims[other] = dims[other], dims[one]
     return dims
 
 
 def _permuted(rules: Rules, node: fx.Node) -> list[int]:
-    return [d % len(node.args[1]) for d in node.args[1]]  # type: ignore[arg-type, union-attr]
+    return [d % len(arguments(node)[1]) for d in arguments(node)[1]]
 
 
 def _unsqueezed(rules: Rules, node: fx.Node) -> list[int]:
     dims = len(rules.shape(node))
-    new = node.args[1] % dims  # type: ignore[operator]
+    new = arguments(node)[1] % dims
     return [d - (d > new) if d != new else -1 for d in range(dims)]
 
 
 def _squeezed(rules: Rules, node: fx.Node) -> list[int]:
     sizes = rules.shape(tensors_of(node)[0])
-    given = node.args[1] if isinstance(node.args[1], (list, tuple)) else [node.args[1]]
-    gone = {d % len(sizes) for d in given if sizes[d] == 1}  # type: ignore[operator, index]
+    given = arguments(node)[1] if isinstance(arguments(node)[1], (list, tuple)) else [arguments(node)[1]]
+    gone = {d % len(sizes) for d in given if sizes[d] == 1}
     return [d for d in range(len(sizes)) if d not in gone]
 
 
 def _selected(rules: Rules, node: fx.Node) -> list[int]:
     dims = len(rules.shape(node)) + 1
-    gone = node.args[1] % dims  # type: ignore[operator]
+    gone = arguments(node)[1] % dims
     return [d for d in range(dims) if d != gone]
 
 
 def _put_back(rules: Rules, node: fx.Node) -> list[int]:
     """`select_backward`: one index of a dimension among zeros."""
     dims = len(rules.shape(node))
-    new = node.args[2] % dims  # type: ignore[operator]
+    new = arguments(node)[2] % dims
     return [d - (d > new) if d != new else -1 for d in range(dims)]
 
 
 def _sliced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A part of another dimension, or such a part among zeros."""
     position = 2 if node.target is aten.slice_backward.default else 1
-    dim = (node.args[position] if len(node.args) > position else 0) % len(rules.shape(node))  # type: ignore[operator]
+    dim = (arguments(node)[position] if len(arguments(node)) > position else 0) % len(rules.shape(node))
     return {tensors_of(node)[0]: axis} if dim != axis.dim else None
 
 
@@ -286,7 +292,7 @@ def _expanded(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
 
 def _multiplied(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """`mm`, `bmm`, and the same with something added: rows of the left factor, or columns of the right."""
-    *added, left, right = node.args[:3]
+    *added, left, right = arguments(node)[:3]
     dims = len(rules.shape(node))
     if left is right or left in added or right in added or not all(isinstance(n, fx.Node) for n in (left, right)):
         return None
@@ -295,7 +301,7 @@ def _multiplied(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
         right: axis if axis.dim != dims - 2 else None,
     }
     for more in added:
-        sizes = rules.shape(more)  # type: ignore[arg-type]
+        sizes = rules.shape(more)
         dim = axis.dim - (dims - len(sizes))
         found[more] = replace(axis, dim=dim) if dim >= 0 and sizes[dim] != 1 else None
     return found
@@ -303,7 +309,7 @@ def _multiplied(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
 
 def _along(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Softmax and its kind along another dimension."""
-    dim = node.args[_SOFTMAX[node.target]] % len(rules.shape(node))  # type: ignore[index, operator]
+    dim = arguments(node)[_SOFTMAX[node.target]] % len(rules.shape(node))
     return _elementwise(rules, node, axis) if dim != axis.dim else None
 
 
@@ -311,10 +317,10 @@ def _reduced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A sum, or the like, over other dimensions."""
     argument = tensors_of(node)[0]
     dims = len(rules.shape(argument))
-    given = node.args[1] if len(node.args) > 1 else None
+    given = arguments(node)[1] if len(arguments(node)) > 1 else None
     if not given:
         return None
-    reduced = {d % dims for d in given}  # type: ignore[union-attr]
+    reduced = {d % dims for d in given}
     kept = list(range(dims)) if len(rules.shape(node)) == dims else [d for d in range(dims) if d not in reduced]
     dim = kept[axis.dim]
     return {argument: replace(axis, dim=dim)} if dim not in reduced else None
@@ -324,7 +330,7 @@ def _normalised(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A normalisation over the last dimensions, or its backward."""
     dims = len(rules.shape(node))
     position = 2 if node.target in _NORM_BACKWARD else 1
-    if axis.dim >= dims - len(node.args[position]):  # type: ignore[arg-type]
+    if axis.dim >= dims - len(arguments(node)[position]):
         return None
     return {n: axis if len(rules.shape(n)) == dims else None for n in tensors_of(node)}
 
@@ -332,11 +338,11 @@ def _normalised(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
 def _attended(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Attention, and its backward: rows are queries; every one reads all keys."""
     backward = node.target is ATTENTION_BACKWARD
-    causal = node.args[7] if backward else (node.args[4] if len(node.args) > 4 else False)
+    causal = arguments(node)[7] if backward else (arguments(node)[4] if len(arguments(node)) > 4 else False)
     if axis != Axis(2) or causal:
         return None
-    with_rows = [node.args[i] for i in ((0, 1, 4, 5) if backward else (0,))]
-    whole = [node.args[i] for i in ((2, 3) if backward else (1, 2))]
+    with_rows = [arguments(node)[i] for i in ((0, 1, 4, 5) if backward else (0,))]
+    whole = [arguments(node)[i] for i in ((2, 3) if backward else (1, 2))]
     if set(with_rows) & set(whole):
         return None
     found: dict[Any, Axis | None] = {**dict.fromkeys(with_rows, axis), **dict.fromkeys(whole, None)}
@@ -348,13 +354,13 @@ def _attended(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
 
 
 def _looked_up(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    weight, indices = node.args[:2]
-    return {weight: None, indices: axis} if axis.dim < len(rules.shape(node)) - 1 else None  # type: ignore[dict-item]
+    weight, indices = arguments(node)[:2]
+    return {weight: None, indices: axis} if axis.dim < len(rules.shape(node)) - 1 else None
 
 
 def _joined(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Tensors side by side along another dimension."""
-    dim = (node.args[1] if len(node.args) > 1 else 0) % len(rules.shape(node))  # type: ignore[operator]
+    dim = (arguments(node)[1] if len(arguments(node)) > 1 else 0) % len(rules.shape(node))
     return dict.fromkeys(tensors_of(node), axis) if dim != axis.dim else None
 
 

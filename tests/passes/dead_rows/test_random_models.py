@@ -1,0 +1,82 @@
+"""Random chains of layers, rows of whose result are read: every gradient stays what it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from graphopt.passes import DeadRows
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphopt.testing import check_pass
+
+SAMPLES, ROWS, WIDTH = 2, 5, 4
+
+LAYERS = [
+    "linear", "norm", "gelu", "softmax", "heads", "gate", "table", "attention", "mixture", "rms", "residual", "where", "pair",
+    "transposed", "flat", "permuted", "sum", "cat", "half",
+]  # fmt: skip
+PICKS = ["first", "last", "two", "both", "hidden"]
+
+
+class Chain(nn.Module):
+    """Layers in a row; `pick` says what of the result is read."""
+
+    def __init__(self, layers: list[str], pick: str) -> None:
+        super().__init__()
+        self.layers, self.pick = layers, pick
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(len(layers)))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in layers)
+        self.tables = nn.ParameterList(nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in layers)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for kind, linear, norm, table in zip(self.layers, self.linears, self.norms, self.tables, strict=True):
+            x = layer(kind, x, linear, norm, table)
+        taken = {
+            "first": lambda: x[:, 0], "last": lambda: x[:, -1], "two": lambda: x[:, 1:3].sum(1),
+            "both": lambda: x[:, 0] * x[:, 1], "hidden": lambda: x[:, 2],
+        }[self.pick]()  # fmt: skip
+        loss = self.head(taken).square().sum()
+        return (loss, x.detach()) if self.pick == "hidden" else loss
+
+
+def layer(kind: str, x: Tensor, linear: Any, norm: Any, table: Tensor) -> Tensor:
+    """One layer, on samples x rows x width."""
+    split = linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
+    made = {
+        "linear": lambda: linear(x),
+        "norm": lambda: norm(x),
+        "gelu": lambda: F.gelu(x),
+        "softmax": lambda: linear(x).softmax(-1),
+        "heads": lambda: (split * 2).transpose(1, 2).flatten(2),
+        "gate": lambda: torch.sigmoid(linear(x)) * x,
+        "table": lambda: x + table,
+        "attention": lambda: F.scaled_dot_product_attention(split, split, split.tanh()).transpose(1, 2).flatten(2),
+        "mixture": lambda: torch.softmax(table @ x.transpose(1, 2), -1) @ x,
+        "rms": lambda: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * table[0],
+        "residual": lambda: x + F.silu(linear(norm(x))),
+        "where": lambda: torch.where(x > 0, x, linear(x)),
+        "pair": lambda: (linear(x)[..., :2] * x[..., 2:]).repeat(1, 1, 2),
+        "transposed": lambda: linear(x.transpose(0, 1)).transpose(0, 1),
+        "flat": lambda: linear(x.reshape(-1, WIDTH)).reshape(x.shape),
+        "permuted": lambda: (x.permute(2, 0, 1).contiguous() * 0.5).permute(1, 2, 0),
+        "sum": lambda: x * x.sum(-1, keepdim=True).tanh(),
+        "cat": lambda: torch.cat([x[..., 1:], x[..., :1]], -1),
+        "half": lambda: linear(x.unsqueeze(1)).squeeze(1),
+    }
+    return made[kind]()
+
+
+@given(layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6), pick=st.sampled_from(PICKS))
+@settings(max_examples=12)
+def test_gradients_of_random_chains_are_exact(layers: list[str], pick: str) -> None:
+    torch.manual_seed(len(layers))
+    model, x = Chain(layers, pick), torch.randn(SAMPLES, ROWS, WIDTH)
+
+    def everything(graph: Any) -> list[str]:
+        return [site.name for site in DeadRows().applicable(graph)]
+
+    check_pass(DeadRows(), model, (x,), everything, dtypes=(torch.float64,))
