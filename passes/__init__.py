@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
-from graphopt.passes import dead_rows, greentrainer, lsp, recompute, runlora, vcas
+from graphopt.passes import dead_rows, greentrainer, linear_cross_entropy, lsp, recompute, runlora, vcas
 from graphopt.passes.base import Pass, PassReport, Preserves, Site, run_pass
 from graphopt.passes.dead_rows import DeadRows
 from graphopt.passes.greentrainer import GreenTrainer
+from graphopt.passes.linear_cross_entropy import LinearCrossEntropy
 from graphopt.passes.lsp import Lsp
 from graphopt.passes.recompute import Recompute
 from graphopt.passes.runlora import RunLora
@@ -17,6 +18,7 @@ BY_NAME: dict[str, type[Technique]] = {
     "dead_rows": DeadRows,
     "greentrainer": GreenTrainer,
     "runlora": RunLora,
+    "linear_cross_entropy": LinearCrossEntropy,
     "vcas": Vcas,
     "lsp": Lsp,
 }
@@ -30,11 +32,12 @@ def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     2. dead_rows narrows tensors to the rows that are read: all that follows works on what is left.
     3. greentrainer drops gradients: everything after it has less to do.
     4. runlora reorders the products of layers with adapters, while all samples are there and their number is a formula.
-    5. A user's pass that is EXACT, then one that is UNBIASED: it sees the graph of the whole batch.
-    6. vcas leaves out rows: from here on the graph holds for one batch size alone.
-    7. lsp compresses the gradients that are left, as products over the rows that are left: P'(A_k)(B_k)Q. The image of an
+    5. linear_cross_entropy computes heads in chunks of tokens, adapters included.
+    6. A user's pass that is EXACT, then one that is UNBIASED: it sees the graph of the whole batch.
+    7. vcas leaves out rows: from here on the graph holds for one batch size alone.
+    8. lsp compresses the gradients that are left, as products over the rows that are left: P'(A_k)(B_k)Q. The image of an
        unbiased gradient is unbiased. (Were it to run before vcas, terms would be drawn by the norms of other matrices.)
-    8. A user's pass that is PROJECTED.
+    9. A user's pass that is PROJECTED.
 
     Users' passes of one kind stay in the order they were listed in.
     """
@@ -47,6 +50,7 @@ __all__ = [
     "BY_NAME",
     "DeadRows",
     "GreenTrainer",
+    "LinearCrossEntropy",
     "Lsp",
     "Pass",
     "PassReport",
@@ -58,6 +62,7 @@ __all__ = [
     "dead_rows",
     "greentrainer",
     "in_order",
+    "linear_cross_entropy",
     "lsp",
     "recompute",
     "run_pass",

@@ -131,6 +131,7 @@ class Technique:
 
     Attributes:
         by_part: it works on a part of a model, such as between two graph breaks, as it does on all of it.
+        loss_alone: it needs a backward in which nothing but the loss is differentiated.
         decides: the type of its decision, by which a checkpoint is read; None: it is decided anew and not loaded.
         unneeded: why it was not needed where it changed nothing; "" if it has nothing to say then.
     """
@@ -139,6 +140,7 @@ class Technique:
     preserves: Preserves
     serves: tuple[str, ...]
     by_part = False
+    loss_alone = False
     decides: type[Any] | None = None
     unneeded = ""
 

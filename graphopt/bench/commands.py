@@ -31,6 +31,14 @@ def bench_greentrainer(repeats: Repeats = 9, models: Models = "", out: Out = Non
     _measure(lambda console: greentrainer.run(_listed(models), repeats, console), greentrainer.show, out, as_json)
 
 
+@bench_app.command("exact")
+def bench_exact(repeats: Repeats = 15, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
+    """What exact rewrites save without a budget, against torch.compile: minilm, bert, vit, llama with labels of answers alone."""
+    from graphopt.bench import exact
+
+    _measure(lambda console: exact.run(_listed(models), repeats, console), exact.show, out, as_json)
+
+
 @bench_app.command("memory")
 def bench_memory(models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """Predicted against measured peak memory of mlp, cnn, bert, gpt2, opt, llama, t5 and vit, run and optimised in many ways."""

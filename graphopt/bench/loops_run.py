@@ -218,8 +218,8 @@ def over_budget(loop: Loop, ended: Mapping[str, Tensor]) -> str:
     moved = [name for name in left if not torch.equal(ended[name], loop.before[name])]
     if moved:
         return f"{len(moved)} tensors that are not selected were trained, as {moved[0]}"
-    if not left:
-        return "every tensor is trained"
+    if not left and loop.opt.report.flops_ratio >= 1:
+        return "every tensor is trained, and nothing is saved"
     ratio = loop.opt.report.flops_ratio
     return "" if ratio <= BUDGET + 1e-6 else f"a step takes {ratio:.1%} of the FLOPs"
 

@@ -35,6 +35,7 @@ from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
 from graphopt.lower import Backend
 from graphopt.passes import PassReport, Preserves
+from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.transforms.symbolic_zeros import for_loss_alone
 
@@ -265,6 +266,9 @@ class PlanBackend:
     def _rewritten(self, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
         """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
         plan = self.plan
+        others = [p for p in plan.passes if not technique(p).loss_alone]
+        if len(others) < len(plan.passes) and len(for_loss_alone(graph).inputs) < len(graph.inputs):
+            plan = plan.with_passes(others)
         if plan.samples:
             try:
                 reason = _unsampled(plan, graph, found.region, host.planned(), trial)

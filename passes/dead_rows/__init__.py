@@ -1,7 +1,7 @@
 """Rows that nobody reads are not computed.
 
-Map: `technique` (what it decides), `demand` (which rows are read, and which gradients are zero), `rules` (operators that work
-row by row), `rewrite` (the same on some rows).
+Map: `technique` (what it decides), `demand` (which rows are read, and which gradients are zero), `rewrite` (the same on
+some rows).
 """
 
 from graphopt.passes.dead_rows.technique import DeadRows

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from graphopt.passes.dead_rows.rules import ROWS_FIRST, Axis, Read, Rules, arguments, first_value, tensors_of
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
+from graphopt.analysis.row_axes import ROWS_FIRST, Axis, Read, Rules, arguments, first_value, tensors_of
 from graphopt.graph import TrainingGraph, descendants
 
 aten = torch.ops.aten

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from graphopt.passes.dead_rows.demand import Demand, taken_rows
-from graphopt.passes.dead_rows.rules import ROWS_FIRST, VIEWS, Axis, Rules, arguments, first_value
 from torch import fx
 
+from graphopt.analysis.row_axes import ROWS_FIRST, VIEWS, Axis, Rules, arguments, first_value
 from graphopt.compat import fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph

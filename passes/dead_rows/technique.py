@@ -35,7 +35,7 @@ class DeadRows(Technique):
     preserves = Preserves.EXACT
     serves = ()
     by_part = True
-    unneeded = "no rows are selected below which others could be left out"
+    unneeded = "no rows are selected above which others could be left out"
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """What reads only some rows, by the name of its weight."""

@@ -1,0 +1,170 @@
+"""A head in chunks of tokens: loss and gradients of each chunk are computed together, in the forward.
+
+The gradients are those for a gradient of the loss of one; the backward multiplies them by the one that comes (and, where the
+loss is a mean, divides by the tokens' total weight). So no more than one chunk of logits is there at a time, and none is
+computed twice. This is what Liger's kernels do by hand (Hsu et al., 2024, "Liger Kernel").
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+from typing import Any
+
+import torch
+from graphopt.passes.linear_cross_entropy.heads import MEAN, NLL, NLL_BACKWARD, SUM, Head
+from torch import fx
+
+from graphopt.analysis.batch_dims import gradient_cone
+from graphopt.analysis.row_axes import VIEWS, Axis, Rules, arguments
+from graphopt.compat import fake_mode_of
+from graphopt.errors import PassError
+from graphopt.graph import TrainingGraph
+from graphopt.transforms.edit import ORIGIN, insert_node
+
+aten = torch.ops.aten
+
+
+def in_chunks(graph: TrainingGraph, head: Head, chunks: int) -> None:
+    """Compute a head in `chunks` parts, or fewer where its length is less, in place."""
+    _Chunking(graph, head).apply(chunks)
+
+
+class _Chunking:
+    def __init__(self, graph: TrainingGraph, head: Head) -> None:
+        self.graph = graph
+        self.head = head
+        self.rules = Rules(graph, head.length)
+        self.cone = gradient_cone(graph)
+        self.anchor = head.loss
+        self.place = {node: i for i, node in enumerate(graph.graph.nodes)}
+        self.early: dict[fx.Node, fx.Node] = {}
+        self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
+
+    def apply(self, chunks: int) -> None:
+        """See `in_chunks`."""
+        head = self.head
+        step = -(-head.length // chunks)
+        found = [self._chunk(start, min(start + step, head.length)) for start in range(0, head.length, step)]
+        losses, weights, rows, sums = zip(*found, strict=True)
+        total_weight = reduce(self._add, weights)
+        loss = reduce(self._add, losses)
+        mean = arguments(head.loss)[3] == MEAN
+        if mean:
+            loss = self._emit(aten.div.Tensor, (loss, total_weight))
+        gradients = {
+            **{node: self._whole(node, axis, [chunk[node] for chunk in rows]) for node, axis in head.rows.items()},
+            **{node: self._total([chunk[node] for chunk in sums], node.meta["val"].dtype) for node in head.sums},
+        }
+        self._replace_results(loss, total_weight)
+        scale = arguments(head.backward)[0]
+        if mean:  # where no token counts, the loss is not a number, and every gradient is zero
+            self.anchor = head.backward
+            none = self._emit(aten.eq.Scalar, (total_weight, 0), backward=True)
+            some = self._emit(aten.masked_fill.Scalar, (total_weight, none, 1), backward=True)
+            scale = self._emit(aten.div.Tensor, (scale, some), backward=True)
+        for node, gradient in gradients.items():
+            self.anchor = node
+            scaled = self._emit(aten.mul.Tensor, (gradient, scale), backward=True)
+            if scaled.meta["val"].dtype != node.meta["val"].dtype:
+                scaled = self._emit(aten._to_copy.default, (scaled,), {"dtype": node.meta["val"].dtype}, backward=True)
+            node.replace_all_uses_with(scaled)
+        self.graph.eliminate_dead_code()
+
+    def _replace_results(self, loss: fx.Node, total_weight: fx.Node) -> None:
+        for user in list(self.head.loss.users):
+            if user.target is operator.getitem:
+                user.replace_all_uses_with(loss if arguments(user)[1] == 0 else total_weight)
+
+    def _chunk(self, start: int, stop: int) -> tuple[fx.Node, fx.Node, dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
+        """Loss, total weight and gradients of some tokens."""
+        made: dict[tuple[fx.Node, Axis], fx.Node] = {}
+
+        def taken(node: fx.Node, axis: Axis | None) -> fx.Node:
+            """What a node gives for these tokens; all that it gives where `axis` is None."""
+            if axis is None:
+                return self._early(node)
+            if (node, axis) in made:
+                return made[node, axis]
+            inside = self.head.wide.get(node) == axis and node not in self.head.in_full
+            if inside and node.target is NLL_BACKWARD:
+                result = gradient()
+            elif inside:
+                result = again(node, self.rules.read(node, axis) or {}, axis)
+            else:
+                result = self._slice(self._early(node), axis, start, stop)
+            made[node, axis] = result
+            return result
+
+        def again(node: fx.Node, read: Any, axis: Axis | None) -> fx.Node:
+            inputs = {n: taken(n, read.get(n)) for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            target = node.target
+            if axis is not None and target in (*VIEWS, aten.expand.default):
+                sizes = list(args[1])
+                sizes[axis.dim] = node.meta["val"].shape[axis.dim] // self.head.length * (stop - start)
+                args = (args[0], sizes)
+                target = aten.reshape.default if target in VIEWS else target
+            return self._emit(target, args, kwargs)
+
+        softmax, target, weight, _, ignored = arguments(self.head.loss)
+        labels = taken(target, self.head.start)
+        weight = weight if weight is None else self._early(weight)
+        log_probabilities = taken(softmax, self.head.start)
+        both = self._emit(NLL, (log_probabilities, labels, weight, SUM, ignored))
+        loss, total = (self._emit(operator.getitem, (both, i)) for i in (0, 1))
+
+        def gradient() -> fx.Node:
+            value = loss.meta["val"]
+            one = self._emit(aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
+            return self._emit(NLL_BACKWARD, (one, log_probabilities, labels, weight, SUM, ignored, total))
+
+        rows = {node: again(node, self.rules.read(node, axis) or {}, axis) for node, axis in self.head.rows.items()}
+        sums = {node: again(node, read, None) for node, read in self.head.sums.items()}
+        return loss, total, rows, sums
+
+    def _early(self, node: fx.Node) -> fx.Node:
+        """A node of the forward as it is before the loss, repeated there if it comes later."""
+        if node in self.cone:
+            raise PassError(f"{node.name} depends on the gradient of an output")
+        if self.place.get(node, -1) < self.place[self.head.loss]:
+            return node
+        if node not in self.early:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), self._early)
+            self.early[node] = self._emit(node.target, args, kwargs)
+        return self.early[node]
+
+    def _slice(self, node: fx.Node, axis: Axis, start: int, stop: int) -> fx.Node:
+        split = self._emit(aten.slice.Tensor, (self._split(node, axis, self.head.length), axis.dim + 1, start, stop))
+        return self._joined(split, axis)
+
+    def _split(self, node: fx.Node, axis: Axis, length: int) -> fx.Node:
+        """A tensor with a dimension of its own, the one after `axis.dim`, for what is divided."""
+        sizes = list(node.meta["val"].shape)
+        shape = [*sizes[: axis.dim], -1, length, axis.inner, *sizes[axis.dim + 1 :]]
+        return self._emit(aten.reshape.default, (node, shape))
+
+    def _joined(self, node: fx.Node, axis: Axis) -> fx.Node:
+        """The inverse of `_split`."""
+        sizes = list(node.meta["val"].shape)
+        return self._emit(aten.reshape.default, (node, [*sizes[: axis.dim], -1, *sizes[axis.dim + 3 :]]))
+
+    def _whole(self, node: fx.Node, axis: Axis, parts: list[fx.Node]) -> fx.Node:
+        """The parts of a tensor put together."""
+        per_step = node.meta["val"].shape[axis.dim] // self.head.length
+        split = [self._split(part, axis, part.meta["val"].shape[axis.dim] // per_step) for part in parts]
+        return self._joined(self._emit(aten.cat.default, (split, axis.dim + 1)), axis)
+
+    def _total(self, parts: list[fx.Node], dtype: torch.dtype) -> fx.Node:
+        """The sum of parts, in single precision at least."""
+        if len(parts) > 1 and dtype.itemsize < 4:
+            parts = [self._emit(aten._to_copy.default, (part,), {"dtype": torch.float32}) for part in parts]
+        return reduce(self._add, parts)
+
+    def _add(self, left: fx.Node, right: fx.Node) -> fx.Node:
+        return self._emit(aten.add.Tensor, (left, right))
+
+    def _emit(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None, backward: bool = False) -> fx.Node:
+        node = insert_node(self.graph.graph, target, tuple(args), self.anchor, kwargs, ORIGIN, self.fake_mode)
+        node.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
+        return node
