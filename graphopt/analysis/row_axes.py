@@ -87,7 +87,7 @@ class Rules:
         """Of a tensor, or of the first result of an operator."""
         value = first_value(node)
         assert value is not None
-        return tuple(self.graph.at(size, _LARGE_PRIME) if not isinstance(size, int) else size for size in value.shape)
+        return tuple(self.graph.at(size, LARGE_PRIME) if not isinstance(size, int) else size for size in value.shape)
 
     def carries(self, node: fx.Node, axis: Axis) -> bool:
         """Whether a tensor can have its rows there."""
@@ -161,7 +161,8 @@ class Rules:
         return None
 
 
-_LARGE_PRIME = 1_000_003
+LARGE_PRIME = 1_000_003
+"""The batch size at which sizes are taken: a number of elements is a multiple of it where it depends on the batch."""
 
 
 def first_value(node: fx.Node) -> Tensor | None:

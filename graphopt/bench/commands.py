@@ -39,6 +39,22 @@ def bench_exact(repeats: Repeats = 15, models: Models = "", out: Out = None, as_
     _measure(lambda console: exact.run(_listed(models), repeats, console), exact.show, out, as_json)
 
 
+@bench_app.command("logits")
+def bench_logits(
+    layers: Annotated[int, typer.Option(min=1, help="Of SmolLM2-135M's 30.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="Of a batch.")] = 2048,
+    samples: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 4,
+    chunks: Annotated[int | None, typer.Option(min=1, help="As many as are chosen by default.")] = None,
+    repeats: Repeats = 5,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """A language model's logits in chunks of tokens, against eager and torch.compile: bytes that a step allocates, and time."""
+    from graphopt.bench import logits
+
+    _measure(lambda console: logits.run(layers, tokens, samples, chunks, repeats, console), logits.show, out, as_json)
+
+
 @bench_app.command("memory")
 def bench_memory(models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """Predicted against measured peak memory of mlp, cnn, bert, gpt2, opt, llama, t5 and vit, run and optimised in many ways."""

@@ -10,8 +10,8 @@ import torch
 from graphopt.passes.dead_rows.demand import Demand, taken_rows
 from torch import fx
 
-from graphopt.analysis.row_axes import ROWS_FIRST, VIEWS, Axis, Rules, arguments, first_value
-from graphopt.compat import fake_mode_of
+from graphopt.analysis.row_axes import LARGE_PRIME, ROWS_FIRST, VIEWS, Axis, Rules, arguments, first_value
+from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes
@@ -44,11 +44,13 @@ class _Narrowing:
         self.made: dict[tuple[fx.Node, Axis], fx.Node] = {}
         self.padded: dict[fx.Node, fx.Node] = {}
         self.drawn: dict[fx.Node, fx.Node] = {}
+        self.sizes: dict[Any, fx.Node] = {}
         self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
 
     def apply(self) -> None:
         """See `narrow`."""
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
+        self.sizes = _sizes_of_inputs(self.graph.graph)
         for node in list(self.graph.graph.nodes):
             if node in self.demand.narrow:
                 self._move(node, self.demand.narrow[node])
@@ -106,9 +108,7 @@ class _Narrowing:
         if node not in self.padded:
             axis = self.demand.narrow[node]
             split, dim = self._split(self.made[node, axis], axis, self.rows.count, anchor)
-            after = split.meta["val"].dim() - 1 - dim
-            padding = [*[0] * (2 * after), self.rows.start, self.rows.length - self.rows.stop]
-            whole = self._emit(aten.constant_pad_nd.default, (split, padding), anchor)
+            whole = self._among_zeros(split, dim, self.rows.length, self.rows.start, anchor)
             self.padded[node] = self._joined(whole, node, axis, anchor)
         return self.padded[node]
 
@@ -139,9 +139,16 @@ class _Narrowing:
             gradient = self._emit(aten.unsqueeze.default, (gradient, axis.dim), node)
         if rows.count == self.rows.count:
             return gradient
-        after = gradient.meta["val"].dim() - 1 - axis.dim
-        padding = [*[0] * (2 * after), rows.start - self.rows.start, self.rows.stop - rows.stop]
-        return self._emit(aten.constant_pad_nd.default, (gradient, padding), node)
+        return self._among_zeros(gradient, axis.dim, self.rows.count, rows.start - self.rows.start, node)
+
+    def _among_zeros(self, node: fx.Node, dim: int, length: int, start: int, anchor: fx.Node) -> fx.Node:
+        """A tensor as some of the `length` rows of another, from `start`."""
+        shape = node.meta["val"].shape
+        sizes: list[Any] = [size if isinstance(size, int) else self.sizes.get(expression(size)) for size in shape]
+        sizes[dim] = length
+        if None in sizes:
+            raise PassError(f"{node.name} has a size that is computed nowhere.")
+        return self._emit(aten.slice_backward.default, (node, sizes, dim, start, start + shape[dim], 1), anchor)
 
     def _dropped(self, node: fx.Node, axis: Axis) -> fx.Node:
         """One result of a dropout, by the numbers that would have been drawn for these rows, had all been drawn."""
@@ -165,7 +172,10 @@ class _Narrowing:
         sizes = list(node.meta["val"].shape)
         if axis.inner == 1 and sizes[axis.dim] == length:
             return node, axis.dim
-        rows = [-1, length, *([axis.inner] if axis.inner > 1 else [])]
+        if axis.inner % LARGE_PRIME:
+            rows = [-1, length, *([axis.inner] if axis.inner > 1 else [])]
+        else:  # the samples are between neighbouring rows, and their number is a symbol
+            rows = [self.rules.shape(node)[axis.dim] // (length * axis.inner), length, -1]
         shape = [*self._known(sizes[: axis.dim]), *rows, *self._known(sizes[axis.dim + 1 :])]
         return self._emit(aten.reshape.default, (node, shape), anchor), axis.dim + 1
 
@@ -209,6 +219,17 @@ class _Narrowing:
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 _WITH_SIZES = frozenset({*VIEWS, aten.expand.default, aten.select_backward.default, aten.slice_backward.default})
+
+
+def _sizes_of_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Nodes of sizes by their formula, but for those that are read off tensors that are computed."""
+    known: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        read_off_input = node.target is aten.sym_size.int and arguments(node)[0].op == "placeholder"
+        if isinstance(value, torch.SymInt) and (read_off_input or all(n in known.values() for n in node.all_input_nodes)):
+            known.setdefault(expression(value), node)
+    return known
 
 
 def _of_any_layout(target: Any) -> Any:

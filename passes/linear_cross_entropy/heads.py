@@ -12,7 +12,7 @@ from torch import fx
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.row_axes import Axis, Read, Rules, arguments, first_value
 from graphopt.errors import GraphoptError
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, ancestors
 
 aten = torch.ops.aten
 
@@ -206,7 +206,9 @@ def _read_by_others(found: _Search, loss: fx.Node) -> set[fx.Node]:
     for node in found.backward:
         if any(user not in inside for user in node.users):
             raise NotSeparable(f"gradients of the logits are read elsewhere ({node.name})")
-    return {node for node in found.forward if any(user not in inside for user in node.users)}
+    in_full = {node for node in found.forward if any(user not in inside for user in node.users)}
+    before = ancestors(in_full)
+    return in_full | {node for node in found.forward if node in before and node.target in PRODUCTS}  # else computed twice
 
 
 def _original(node: fx.Node) -> fx.Node:

@@ -127,5 +127,3 @@ def _affordable(head: Head, graph: TrainingGraph) -> int:
     times = machine_times(value.device, value.dtype)
     once = 3 * head.weights_bytes / times.bandwidth  # two are read, and one is written
     return math.floor(SLOWER * flop_profile(graph).step / times.peak / once) if once else head.tokens
-
-
