@@ -11,7 +11,7 @@ def test_torch_compile_with_a_budget(name: str) -> None:
     torch.compiler.reset()
     model, inputs = zoo.make(name, 4)
     reference, _ = zoo.make(name, 4)
-    compiled = torch.compile(model, backend="graphopt", options={"budget": 0.7, "backend": "aot_eager"})
+    compiled = torch.compile(model, backend="graphopt", options={"budget": 0.5, "backend": "aot_eager"})
     trained = set()
     for batch in (4, 3, 2):
         model.zero_grad()

@@ -64,6 +64,6 @@ def test_optimised_step_trains_only_the_selection_within_budget(name: str) -> No
         flops = formulas.at(batch)
         assert opt.last_step is not None
         assert counter.get_total_flops() == flop_profile(opt.last_step.graph).step
-        if "runlora" not in opt.report.sections:
+        if not {"runlora", "dead_rows"}.intersection(opt.report.sections):
             assert counter.get_total_flops() == flops.forward + flops.cost(opt.selected)
         assert counter.get_total_flops() <= 0.7 * flops.step

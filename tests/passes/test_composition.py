@@ -10,7 +10,20 @@ from typing import Any
 import expecttest
 import pytest
 import torch
-from graphopt.passes import BY_NAME, GreenTrainer, Lsp, Pass, Preserves, Recompute, RunLora, Vcas, in_order, run_pass
+from graphopt.passes import (
+    BY_NAME,
+    DeadRows,
+    GreenTrainer,
+    LinearCrossEntropy,
+    Lsp,
+    Pass,
+    Preserves,
+    Recompute,
+    RunLora,
+    Vcas,
+    in_order,
+    run_pass,
+)  # fmt: skip
 from graphopt.passes.runlora.orders import named_order
 from graphopt.passes.vcas import ROWS, TOKENS
 from torch import Tensor, nn
@@ -50,6 +63,23 @@ MATRIX = {
 }
 """What every combination preserves of autograd's gradients, of those that it still computes."""
 
+OF_CLASSIFIERS = {
+    ("dead_rows",): {EXACT},
+    ("dead_rows", "greentrainer"): {EXACT},
+    ("dead_rows", "vcas"): {UNBIASED},
+    ("dead_rows", "lsp"): {PROJECTED},
+    ("dead_rows", "greentrainer", "vcas", "lsp"): {UNBIASED, PROJECTED},
+}
+"""With what finds something in models whose head reads one row."""
+
+OF_LANGUAGE_MODELS = {
+    ("linear_cross_entropy",): {EXACT},
+    ("greentrainer", "linear_cross_entropy"): {EXACT},
+    ("linear_cross_entropy", "lsp"): {PROJECTED},
+    ("greentrainer", "linear_cross_entropy", "lsp"): {PROJECTED},
+}
+"""With what finds something in models that return a loss of logits; a sampler needs a symbolic batch, which it leaves alone."""
+
 DRAWS = 100
 """A bias of 0.6 of a gradient's standard deviation is found; see `test_a_bias_under_compression_is_found`."""
 
@@ -75,6 +105,8 @@ def all_sites(rewrite: Pass) -> Callable[[TrainingGraph], set[str]]:
 
 PASSES: dict[str, tuple[Pass, Any]] = {
     "greentrainer": (GreenTrainer(), upper_part),
+    "dead_rows": (DeadRows(), all_sites(DeadRows())),
+    "linear_cross_entropy": (LinearCrossEntropy(chunks=3), all_sites(LinearCrossEntropy())),
     "runlora": (RunLora(), merged_and_not),
     "vcas": (SAMPLER, SAMPLER.ratios),
     "lsp": (COMPRESSION, all_sites(COMPRESSION)),
@@ -95,15 +127,17 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]
 
 
 @functools.cache
-def captured(name: str, dtype: torch.dtype) -> TrainingGraph:
+def captured(name: str, dtype: torch.dtype, symbolic: bool = True) -> TrainingGraph:
     model, inputs = made(name, dtype)
-    return capture_to_run(model, *as_call(inputs))
+    return capture_to_run(model, *as_call(inputs), symbolic=symbolic)
 
 
 def checked(name: str, combination: tuple[str, ...]) -> list[PassCheck]:
     model, inputs = made(name)
     dtypes = [torch.float64] if "vcas" in combination else [torch.float64, torch.float32]
-    graphs = {dtype: captured(name, dtype) for dtype in dtypes}
+    if name == "llama" and "linear_cross_entropy" in combination:
+        dtypes = [torch.float32]  # in which its loss is computed whatever its weights are
+    graphs = {dtype: captured(name, dtype, "linear_cross_entropy" not in combination) for dtype in dtypes}
     return check_passes([PASSES[n] for n in combination], model, inputs, dtypes=dtypes, captured=graphs, draws=DRAWS)
 
 
@@ -115,7 +149,8 @@ def assert_peak_is_predicted(check: PassCheck) -> None:
 
 
 def test_the_matrix_is_complete() -> None:
-    names = [name for name in BY_NAME if name != "recompute"]  # which marks the forward; see the last test
+    apart = {"recompute"}.union(*OF_CLASSIFIERS, *OF_LANGUAGE_MODELS).difference(*MATRIX)  # recompute: see the last test
+    names = [name for name in BY_NAME if name not in apart]
     assert set(MATRIX) == {c for size in range(1, 5) for c in itertools.combinations(names, size)}
 
 
@@ -125,8 +160,23 @@ def test_every_combination_keeps_its_contract(name: str, combination: tuple[str,
     if "runlora" in combination and name != "lora":
         assert_nothing_to_reorder(name, combination)
         return
+    assert_contract(name, combination, MATRIX[combination])
+
+
+@pytest.mark.parametrize(
+    ("name", "combination", "preserves"),
+    [
+        *(("bert", combination, preserves) for combination, preserves in OF_CLASSIFIERS.items()),
+        *((name, combination, kinds) for name in ("llama", "t5-tied") for combination, kinds in OF_LANGUAGE_MODELS.items()),
+    ],
+)
+def test_rows_and_logits_with_everything_else(name: str, combination: tuple[str, ...], preserves: set[Preserves]) -> None:
+    assert_contract(name, combination, preserves)
+
+
+def assert_contract(name: str, combination: tuple[str, ...], preserves: set[Preserves]) -> None:
     for check in checked(name, combination):
-        assert check.preserves == MATRIX[combination]
+        assert check.preserves == preserves
         assert [report.name for report in check.reports] == list(combination)
         assert all(report.changes.changed for report in check.reports)
         assert check.counted_flops == check.report.step_flops_after == flop_profile(check.graph).step

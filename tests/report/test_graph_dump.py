@@ -10,14 +10,15 @@ def test_every_artifact_is_written_and_readable(tmp_path: Path) -> None:
     model, inputs = zoo.make("bert", 4)
     opt = graphopt.optimize(model, inputs, budget=0.5, backend="aot_eager")
     names = {p.name for p in opt.dump(tmp_path / "before")}
-    assert names == {"0_captured.py", "1_greentrainer.py", "1_greentrainer.diff", "blocks.svg", "report.json"}
+    passes = {f"{step}.{kind}" for step in ("1_dead_rows", "2_greentrainer") for kind in ("py", "diff")}
+    assert names == {"0_captured.py", *passes, "blocks.svg", "report.json"}
     zoo.call(opt, inputs).loss.backward()
     names = {p.name for p in opt.dump(tmp_path / "after")}
-    assert {"2_forward.py", "2_backward.py"} <= names
+    assert {"3_forward.py", "3_backward.py"} <= names
     captured = (tmp_path / "after" / "0_captured.py").read_text()
     assert "float32[4, 12, 32]" in captured
     assert "s26" not in captured
-    diff = (tmp_path / "after" / "1_greentrainer.diff").read_text()
+    diff = (tmp_path / "after" / "2_greentrainer.diff").read_text()
     assert diff.startswith("--- before greentrainer")
     assert any(line.startswith("-") and "embedding_dense_backward" in line for line in diff.splitlines())
     report = json.loads((tmp_path / "after" / "report.json").read_text())
