@@ -1,5 +1,5 @@
 import pytest
-from graphopt.passes import GreenTrainer, RunLora
+from graphopt.passes import DeadRows, GreenTrainer, LinearCrossEntropy, RunLora
 from hypothesis import given, strategies as st
 
 from graphopt import Budget, BudgetError
@@ -44,5 +44,6 @@ def test_fields_that_no_pass_serves_are_refused_not_ignored() -> None:
 
 
 def test_auto_runs_only_what_the_budget_needs() -> None:
-    assert resolve_passes("auto", Budget()) == (RunLora(),)
-    assert resolve_passes("auto", Budget(flops=0.5)) == (GreenTrainer(), RunLora())
+    exact = (DeadRows(), RunLora(), LinearCrossEntropy())
+    assert resolve_passes("auto", Budget()) == exact
+    assert resolve_passes("auto", Budget(flops=0.5)) == (exact[0], GreenTrainer(), *exact[1:])

@@ -38,6 +38,9 @@ Read = Mapping[fx.Node, Axis | None]
 
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
+WITH_SIZES = frozenset({*VIEWS, aten.expand.default, aten.select_backward.default, aten.slice_backward.default})
+"""Operators whose second argument is the sizes of the result."""
+
 _LIKE_THEIR_ARGUMENT = frozenset({
     aten._to_copy.default, aten.detach.default, aten.alias.default, aten.zeros_like.default, aten.ones_like.default,
     aten.full_like.default, aten.native_dropout.default, aten.contiguous.default, aten.lift_fresh_copy.default,

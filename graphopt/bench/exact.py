@@ -127,7 +127,7 @@ def _bert() -> Case:
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=4, num_labels=4)).train(), _text(30_000, 4, samples=16)
+    return BertForSequenceClassification(BertConfig(num_hidden_layers=4)).train(), _text(30_000, 2, samples=16)
 
 
 def _vit() -> Case:
@@ -136,9 +136,8 @@ def _vit() -> Case:
     torch.manual_seed(0)
     config = ViTConfig(
         hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, image_size=96, patch_size=16,
-        num_labels=10,
     )  # fmt: skip
-    inputs = {"pixel_values": torch.randn(32, 3, 96, 96), "labels": torch.randint(0, 10, (32,))}
+    inputs = {"pixel_values": torch.randn(32, 3, 96, 96), "labels": torch.randint(0, 2, (32,))}
     return ViTForImageClassification(config).train(), inputs
 
 

@@ -10,7 +10,7 @@ import torch
 from graphopt.passes.dead_rows.demand import Demand, taken_rows
 from torch import fx
 
-from graphopt.analysis.row_axes import LARGE_PRIME, ROWS_FIRST, VIEWS, Axis, Rules, arguments, first_value
+from graphopt.analysis.row_axes import LARGE_PRIME, ROWS_FIRST, VIEWS, WITH_SIZES, Axis, Rules, arguments, first_value
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
@@ -196,7 +196,7 @@ class _Narrowing:
 
     def _sized(self, node: fx.Node, args: tuple[Any, ...], axis: Axis) -> tuple[Any, ...]:
         """The arguments of a node, where they say how large its result is, for the rows."""
-        if node.target not in _WITH_SIZES:
+        if node.target not in WITH_SIZES:
             return args
         sizes, size = list(args[1]), node.meta["val"].shape[axis.dim]
         if sizes[axis.dim] == -1:
@@ -217,8 +217,6 @@ class _Narrowing:
 
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
-
-_WITH_SIZES = frozenset({*VIEWS, aten.expand.default, aten.select_backward.default, aten.slice_backward.default})
 
 
 def _sizes_of_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:

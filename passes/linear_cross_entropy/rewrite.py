@@ -16,7 +16,7 @@ from graphopt.passes.linear_cross_entropy.heads import MEAN, NLL, NLL_BACKWARD, 
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
-from graphopt.analysis.row_axes import VIEWS, Axis, Rules, arguments
+from graphopt.analysis.row_axes import VIEWS, WITH_SIZES, Axis, Rules, arguments
 from graphopt.compat import fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
@@ -98,12 +98,12 @@ class _Chunking:
 
         def again(node: fx.Node, read: Any, axis: Axis | None) -> fx.Node:
             inputs = {n: taken(n, read.get(n)) for n in node.all_input_nodes}
-            args, kwargs = fx.map_arg((node.args, node.kwargs), inputs.__getitem__)
+            args, kwargs = fx.map_arg((arguments(node), node.kwargs), inputs.__getitem__)
             target = node.target
-            if axis is not None and target in (*VIEWS, aten.expand.default):
+            if axis is not None and target in WITH_SIZES:
                 sizes = list(args[1])
                 sizes[axis.dim] = node.meta["val"].shape[axis.dim] // self.head.length * (stop - start)
-                args = (args[0], sizes)
+                args = (args[0], sizes, *args[2:])
                 target = aten.reshape.default if target in VIEWS else target
             return self._emit(target, args, kwargs)
 

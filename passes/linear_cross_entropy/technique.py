@@ -87,7 +87,7 @@ class LinearCrossEntropy(Technique):
             PassError: an unknown head.
         """
         pairs = decisions.items() if isinstance(decisions, Mapping) else decisions
-        counts = dict(pair if isinstance(pair, tuple) else (pair, self.chunks or 2) for pair in pairs)
+        counts: dict[str, int] = dict(pair if isinstance(pair, tuple) else (pair, self.chunks or 2) for pair in pairs)
         alone = for_loss_alone(graph)
         heads, left = find_heads(alone)
         unknown = sorted(set(counts).difference(head.name for head in heads))

@@ -1,1 +1,0 @@
-"""Tests of `graphopt.passes.dead_rows`."""

@@ -1,0 +1,235 @@
+"""Logits in chunks of tokens: found by structure, exact, and smaller."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import LinearCrossEntropy, run_pass
+from graphopt.passes.linear_cross_entropy.heads import find_heads
+from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphopt
+from graphopt import PassError
+from graphopt.analysis.step_memory import step_memory
+from graphopt.capture import capture
+from graphopt.graph import TrainingGraph
+from graphopt.testing import PassCheck, check_pass
+from tests.long_forms import long
+
+BOTH = (torch.float64, torch.float32)
+
+
+class LanguageModel(nn.Module):
+    """An embedding, a layer and a head; `form` says how the loss is computed from logits."""
+
+    def __init__(self, form: str = "mean", vocabulary: int = 40, bias: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        self.form = form
+        self.embed, self.layer = nn.Embedding(vocabulary, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, vocabulary, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Any:
+        hidden = torch.tanh(self.layer(self.embed(ids)))
+        logits = self.head(hidden)
+        if self.form == "soft capped":
+            logits = 5 * torch.tanh(logits / 5)
+        if self.form == "scaled":
+            logits = logits * 0.3
+        if self.form == "shifted":
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        weight = torch.linspace(0.5, 2, logits.shape[-1], dtype=logits.dtype) if self.form == "weighted" else None
+        reduction = "sum" if self.form == "sum" else "mean"
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight, reduction=reduction)
+        return (loss, logits) if self.form == "returned" else loss
+
+
+def batch(samples: int = 3, tokens: int = 10, vocabulary: int = 40, ignored: int = 4) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, vocabulary, (samples, tokens))
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    return ids, labels
+
+
+def heads(graph: TrainingGraph) -> list[str]:
+    return [site.name for site in LinearCrossEntropy().applicable(graph)]
+
+
+def checked(model: nn.Module, inputs: Any, chunks: int = 3, dtypes: Sequence[torch.dtype] = BOTH) -> PassCheck:
+    """The pass held to its contract, on graphs of this batch alone."""
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
+    graphs = {
+        dtype: capture(
+            copy.deepcopy(model).to(dtype),
+            tuple(cast(a, dtype) for a in args),
+            {k: cast(v, dtype) for k, v in kwargs.items()},
+            symbolic=False,
+        )
+        for dtype in dtypes
+    }
+    return check_pass(LinearCrossEntropy(chunks), model, inputs, heads, captured=graphs, dtypes=dtypes)[-1]
+
+
+@pytest.mark.parametrize("form", ["mean", "sum", "weighted", "soft capped", "scaled", "shifted", "returned"])
+def test_every_form_is_exact_and_takes_the_same_flops(form: str) -> None:
+    report = checked(LanguageModel(form), batch()).report
+    assert report.changes.changed == ("head.weight",)
+    assert report.step_flops_after == report.step_flops_before
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_frozen_heads(tied: bool) -> None:
+    model = LanguageModel(bias=False, tied=tied)
+    assert checked(model, batch()).report.changes.changed == ("embed.weight" if tied else "head.weight",)
+    if not tied:
+        model.head.weight.requires_grad_(False)
+        assert checked(model, batch()).report.changes.changed == ("head.weight",)
+
+
+@given(
+    samples=st.integers(1, 3), tokens=st.integers(2, 9), vocabulary=st.integers(9, 30), chunks=st.integers(1, 12),
+    ignored=st.integers(0, 9),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_any_size_and_any_number_of_chunks(samples: int, tokens: int, vocabulary: int, chunks: int, ignored: int) -> None:
+    inputs = batch(samples, tokens, vocabulary, min(ignored, tokens - 1))
+    checked(LanguageModel(vocabulary=vocabulary), inputs, chunks, (torch.float64,))
+
+
+def test_where_every_label_is_ignored_the_loss_is_no_number_and_gradients_are_zero() -> None:
+    model, (ids, labels) = LanguageModel(), batch(ignored=10)
+    opt = graphopt.optimize(copy.deepcopy(model), (ids, labels), passes=[LinearCrossEntropy(3)], backend="aot_eager")
+    for run in (model, opt):
+        loss = run(ids, labels)
+        loss.backward()
+        assert torch.isnan(loss)
+        assert not any(p.grad.any() for p in run.parameters() if p.grad is not None)
+
+
+def test_the_gradient_of_the_loss_may_be_any_number() -> None:
+    model, inputs = LanguageModel(), batch()
+    opt = graphopt.optimize(copy.deepcopy(model), inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    for run in (model, opt):
+        (run(*inputs) * -1234.5).backward()
+        (run(*inputs) / 7).backward()  # gradients are accumulated
+    for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-4)
+    assert opt.report.sections["linear_cross_entropy"]["chunks"] == {"head.weight": 4}
+
+
+def test_outputs_beside_the_loss_that_are_differentiated_keep_their_gradient() -> None:
+    model, inputs = LanguageModel("returned"), batch()
+    opt = graphopt.optimize(copy.deepcopy(model), inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    for _ in range(2):
+        for run in (model, opt):
+            run.zero_grad()
+            loss, logits = run(*inputs)
+            (loss + logits.square().mean()).backward()
+        for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["mean", "returned"])
+def test_the_predicted_peak_is_smaller(form: str) -> None:
+    """32 x 400 logits of 8 numbers each: logits and their gradients are most of a step."""
+    graph = capture(LanguageModel(form, vocabulary=400), batch(4, 64, 400), symbolic=False)
+    chunked, _ = run_pass(LinearCrossEntropy(8), graph, ["head.weight"])
+    before, after = (step_memory(g, "aot_eager", None) for g in (graph, chunked))
+    rest = (after.peak_bytes - after.static_bytes) / (before.peak_bytes - before.static_bytes)
+    assert rest < (0.35 if form == "mean" else 0.6)
+
+
+def test_what_cannot_be_divided_is_left_alone_with_a_reason() -> None:
+    class PerToken(LanguageModel):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.layer(self.embed(ids)))
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").square().mean()
+
+    class Mixed(LanguageModel):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(self.layer(self.embed(ids))).flatten(0, 1)
+            return F.cross_entropy(logits - logits.mean(0), labels.flatten())
+
+    for model, reason in ((PerToken(), "the loss is not summed"), (Mixed(), "are not computed one by one")):
+        found, left = find_heads(capture(model, batch(), symbolic=False))
+        assert not found
+        assert reason in left["head.weight"]
+    symbolic = capture(LanguageModel(), batch())
+    assert find_heads(symbolic)[1] == {"head.weight": "the number of tokens is not known before the step runs"}
+    with pytest.raises(PassError, match="no such head"):
+        run_pass(LinearCrossEntropy(), capture(LanguageModel(), batch(), symbolic=False), ["layer.weight"])
+    with pytest.raises(PassError, match="chunks=0 must be at least 1"):
+        LinearCrossEntropy(0)
+
+
+def test_small_logits_are_left_whole_by_themselves() -> None:
+    opt = graphopt.optimize(LanguageModel(), batch(), backend="aot_eager")
+    assert opt.report.plan is not None
+    assert opt.report.plan.not_needed["linear_cross_entropy"] == "no logits are large enough"
+
+
+def of_transformers(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny language model without dropout."""
+    import transformers
+
+    common = {
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 60,
+        "max_position_embeddings": 32,
+    }  # fmt: skip
+    none = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    options: dict[str, dict[str, Any]] = {
+        "BertForMaskedLM": {**common, **none},
+        "T5ForConditionalGeneration": {
+            "d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 32, "vocab_size": 60, "dropout_rate": 0,
+            "decoder_start_token_id": 0,
+        },
+        "GPT2LMHeadModel": {
+            "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 60, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
+        },
+        "OPTForCausalLM": {**common, "ffn_dim": 32, "word_embed_proj_dim": 16, "dropout": 0},
+        "PhiForCausalLM": {**common, "resid_pdrop": 0, "embd_pdrop": 0},
+        "BloomForCausalLM": {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 60},
+        "FalconForCausalLM": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 60},
+    }  # fmt: skip
+    of_heads = {**common, "num_key_value_heads": 2, **({"head_dim": 8} if name.startswith(("Gemma", "Qwen3")) else {})}
+    torch.manual_seed(0)
+    made = getattr(transformers, name)
+    config = made.config_class(**options.get(name, of_heads))
+    config.pad_token_id = config.pad_token_id or 0
+    config.use_cache = False
+    ids = torch.randint(3, 50, (2, 9))
+    labels = ids.clone()
+    labels[:, :4] = -100
+    return made(config).train(), {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LlamaForCausalLM", "Gemma2ForCausalLM", "T5ForConditionalGeneration", "BertForMaskedLM",
+        *long(
+            "GPT2LMHeadModel", "OPTForCausalLM", "GemmaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "PhiForCausalLM",
+            "BloomForCausalLM", "FalconForCausalLM", "CohereForCausalLM", "GraniteForCausalLM",
+        ),
+    ],
+)  # fmt: skip
+def test_language_models_of_transformers(name: str) -> None:
+    model, inputs = of_transformers(name)
+    dtypes = (
+        BOTH if name in ("T5ForConditionalGeneration", "BertForMaskedLM") else (torch.float32,)
+    )  # others compute it in float32
+    report = checked(model, inputs, dtypes=dtypes).report
+    assert len(report.changes.changed) == 1
+    assert report.step_flops_after == report.step_flops_before
