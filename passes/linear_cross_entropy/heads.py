@@ -118,6 +118,8 @@ def _head(graph: TrainingGraph, loss: fx.Node) -> Head:
         raise NotSeparable("the number of tokens is not known before the step runs")
     if reduction not in (MEAN, SUM):
         raise NotSeparable("the loss is not summed over tokens")
+    if any(n.meta["val"].dtype == torch.float16 for n in (softmax, *softmax.all_input_nodes)):
+        raise NotSeparable("float16 is too coarse for gradients without the scale of the loss")
     reasons = []
     for length, start in _divisions(softmax):
         try:
@@ -195,7 +197,7 @@ def _follow(graph: TrainingGraph, found: _Search, gradient: fx.Node, start: Axis
             if other in found.backward:
                 continue
             if other in cone:
-                raise NotSeparable("outputs beside the loss are differentiated")
+                raise NotSeparable("the logits have a gradient from elsewhere, too")
             if where is not None and found.is_wide(other):
                 found.visit(other, where)
 

@@ -12,6 +12,7 @@ from graphopt.passes.linear_cross_entropy.heads import Head, find_heads
 from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
+from torch import Tensor
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.errors import PassError
@@ -123,7 +124,7 @@ class LinearCrossEntropy(Technique):
 
 def _affordable(head: Head, graph: TrainingGraph) -> int:
     """Chunks for which adding up what is summed over tokens takes no more than `SLOWER` of the step's time."""
-    value = graph.example
+    value = max((n.meta["val"] for n in head.wide if isinstance(n.meta["val"], Tensor)), key=lambda v: v.numel())
     times = machine_times(value.device, value.dtype)
     once = 3 * head.weights_bytes / times.bandwidth  # two are read, and one is written
     return math.floor(SLOWER * flop_profile(graph).step / times.peak / once) if once else head.tokens

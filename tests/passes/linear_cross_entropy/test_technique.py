@@ -180,6 +180,21 @@ def test_small_logits_are_left_whole_by_themselves() -> None:
     assert opt.report.plan.not_needed["linear_cross_entropy"] == "no logits are large enough"
 
 
+def test_large_logits_are_divided_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.LEAST_BYTES", 1000)
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.FEWEST_TOKENS", 4)
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.SLOWER", 1e3)
+    model, inputs = LanguageModel(), batch(8, 16)
+    opt = graphopt.optimize(copy.deepcopy(model), inputs, backend="aot_eager")
+    for run in (model, opt):
+        run(*inputs).backward()
+    for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+    assert opt.report.sections["linear_cross_entropy"]["chunks"] == {"head.weight": 32}
+    assert "cross entropy    head.weight in 32 chunks of tokens" in str(opt.report)
+    assert not [note for note in opt.report.notes if "could not" in note]
+
+
 def of_transformers(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A tiny language model without dropout."""
     import transformers
