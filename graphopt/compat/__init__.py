@@ -57,6 +57,7 @@ from graphopt.compat.joint import (
     no_new_globals as no_new_globals,
 )
 from graphopt.compat.recompute import (
+    IN_FORWARD as IN_FORWARD,
     RECOMPUTE as RECOMPUTE,
     SAVE as SAVE,
     in_region as in_region,

@@ -342,9 +342,10 @@ class _Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         joint, inputs, options = gm, joint_inputs, kwargs
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor import compile_fx
         from torch._inductor.virtualized import V
+
+        from graphopt.compat.inductor import min_cut
 
         joint = _rewritten(joint, options["num_fwd_outputs"], self.hooks)
         with lazy_graph_modules():
@@ -354,7 +355,7 @@ class _Partitioner(CustomPartitionerFn):
                 with V.set_fake_mode(fake_mode_of(values)):
                     device = values[0].device
                     joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
-            forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+            forward, backward = min_cut(joint, inputs, **options)
         self.hooks.halves(forward, backward)
         return forward, backward
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
+from graphopt.compat.recompute import is_in_forward
 
 
 def partition(
@@ -21,7 +22,7 @@ def partition(
     The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
     the tangents. Without Inductor nothing is recomputed: an unfused graph gains nothing from it.
     """
-    from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+    from torch._functorch.partitioners import default_partition
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
 
@@ -35,13 +36,49 @@ def partition(
         with V.set_fake_mode(fake_mode):
             joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
         with unsynced_tracing_context(fake_mode):  # where the partitioner looks for it, if it has random states to pass on
-            return min_cut_rematerialization_partition(
+            return min_cut(
                 joint,
                 (),
                 compiler="inductor",
                 num_fwd_outputs=num_forward_outputs,
                 static_lifetime_input_indices=list(static_inputs),
             )
+
+
+def min_cut(joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's min-cut partitioner, which leaves nodes that only the backward reads where less is saved, but for `IN_FORWARD`.
+
+    Such nodes are outputs of the forward while the graph is split.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    forced = [node for node in joint.graph.nodes if is_in_forward(node)]
+    _insert_outputs(joint, num_fwd_outputs, forced)
+    forward, backward = min_cut_rematerialization_partition(
+        joint, inputs, num_fwd_outputs=num_fwd_outputs + len(forced), **options
+    )
+    _remove_outputs(forward, num_fwd_outputs, len(forced))
+    return forward, backward
+
+
+def _insert_outputs(module: fx.GraphModule, position: int, nodes: Sequence[fx.Node]) -> None:
+    output = module.graph.output_node()
+    if nodes:
+        results = output_list(module)
+        output.args = ((*results[:position], *nodes, *results[position:]),)
+        if descriptions := list(output.meta.get("desc", ())):
+            output.meta["desc"] = [*descriptions[:position], *[descriptions[0]] * len(nodes), *descriptions[position:]]
+        module.recompile()
+
+
+def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
+    output = module.graph.output_node()
+    if count:
+        results = output_list(module)
+        output.args = ((*results[:position], *results[position + count :]),)
+        if descriptions := list(output.meta.get("desc", ())):
+            output.meta["desc"] = [*descriptions[:position], *descriptions[position + count :]]
+        module.recompile()
 
 
 Compiled = Callable[[list[Any]], Sequence[Any]]

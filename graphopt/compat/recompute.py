@@ -16,6 +16,14 @@ def _policy(name: str, region: int = 0) -> dict[str, Any]:
 RECOMPUTE, SAVE = _policy("MUST_RECOMPUTE"), _policy("MUST_SAVE")
 """Metadata of a node that the backward computes again, or alone; and of one whose result the forward gives it."""
 
+IN_FORWARD = _policy("MUST_SAVE", -1)
+"""Metadata of a node that only the backward reads, and that the forward has to compute."""
+
+
+def is_in_forward(node: fx.Node) -> bool:
+    """Whether a node is marked by `IN_FORWARD`."""
+    return node.op == "call_function" and node.meta.get("ac_graph_id") == IN_FORWARD["ac_graph_id"]
+
 
 def recompute_mark(region: int) -> dict[str, Any]:
     """Metadata of a node that the backward computes again together with the others of its region."""

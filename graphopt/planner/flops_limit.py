@@ -1,8 +1,8 @@
 """Which tensors to train within a limit on FLOPs, when other passes make the same training cheaper or dearer.
 
-The selection's own program counts the captured graph: products in autograd's order, gradients in full. What a step really takes
-is counted on the rewritten graph, and the difference is given to the selection (or taken from it) in the next round. So exact
-rewrites come first: tensors are left untrained only as far as these do not meet the limit by themselves.
+The selection's own program counts the graph as the passes before it leave it: products in autograd's order, gradients in full.
+What a step really takes is counted on the rewritten graph, and the difference is given to the selection (or taken from it) in the
+next round. So exact rewrites come first: tensors are left untrained only as far as these do not meet the limit by themselves.
 """
 
 from __future__ import annotations
@@ -33,22 +33,43 @@ class FlopsLimit:
 
     Attributes:
         plan: whose passes rewrite the graph; what it trains does not matter.
+        captured: FLOPs of the graph as it was captured, of which the budget is a part.
     """
 
     plan: Plan
     graph: TrainingGraph
-    profile: FlopProfile
+    captured: FlopProfile
+
+    @cached_property
+    def profile(self) -> FlopProfile:
+        """FLOPs of the graph as it is where tensors are selected."""
+        selecting = [technique(p).selecting is not None for p in self.plan.passes]
+        before = self.plan.passes[: selecting.index(True)] if True in selecting else ()
+        if not before:
+            return self.captured
+        graph, reports = replace(self.plan, passes=before, train=None, memory=None).rewrite(self.graph)
+        return flop_profile(graph) if reports[-1].step_flops_after != self.captured.step else self.captured
 
     @cached_property
     def costs(self) -> BackwardCosts:
-        """The selection problem on the captured graph."""
+        """The selection problem."""
         return backward_costs(self.profile)
 
     @property
     def most(self) -> int:
         """FLOPs that a step may take."""
         assert self.plan.budget.flops is not None
-        return self.profile.forward + self.costs.affordable(self.plan.budget.flops)
+        return self.captured.forward + backward_costs(self.captured).affordable(self.plan.budget.flops)
+
+    def part(self, flops: float) -> float:
+        """FLOPs as a part of full training's on the captured graph."""
+        return backward_costs(self.captured).part(flops)
+
+    @property
+    def gained(self) -> int:
+        """By how much more the selection's program may spend than the same part of its own step."""
+        assert self.plan.budget.flops is not None
+        return self.most - self.profile.forward - self.costs.affordable(self.plan.budget.flops)
 
     def step_flops(self, names: frozenset[str]) -> int:
         """FLOPs of the dearest step of the rewritten graph that trains some tensors."""
@@ -96,7 +117,7 @@ class FlopsLimit:
         spare, found = self.likely_saved, None
         for _ in range(ROUNDS):
             try:
-                selection = select(self.costs, values, self.plan.budget.flops, spare_flops=spare)
+                selection = select(self.costs, values, self.plan.budget.flops, spare_flops=spare + self.gained)
             except BudgetError:
                 break
             if not selection.names:
@@ -104,7 +125,7 @@ class FlopsLimit:
             saved = self.saved(frozenset(selection.names))
             flops = self.profile.forward + selection.backward_flops - saved
             if flops <= self.most and (found is None or selection.value > found.value):
-                found = replace(selection, flops_ratio=self.costs.part(flops))
+                found = replace(selection, flops_ratio=self.part(flops))
             if saved == spare or (found is not None and saved < spare):
                 break
             spare = saved
@@ -113,7 +134,7 @@ class FlopsLimit:
     def _with_more(self, selection: Selection, values: Sequence[float]) -> Selection:
         """With what still fits, the most important first: what is saved differs from set to set."""
         names, tried = frozenset(selection.names), 0
-        if not self.likely_saved or not selection.names:
+        if not (self.likely_saved or self.gained) or not selection.names:
             return selection
         for k in sorted(range(len(values)), key=lambda k: -values[k]):  # of equal ones, the nearest to the output
             value, name = values[k], self.profile.order[k]
@@ -129,7 +150,7 @@ class FlopsLimit:
             selection,
             names=tuple(self.profile.order[k] for k in chosen),
             backward_flops=self.profile.cost(names),
-            flops_ratio=self.costs.part(self.step_flops(names)),
+            flops_ratio=self.part(self.step_flops(names)),
             value=math.fsum(values[k] for k in chosen),
         )
 
@@ -144,19 +165,20 @@ class FlopsLimit:
             raise self._infeasible()
         value = values[self.profile.order.index(name)]
         if value <= 0:
-            return Selection((), 0, self.costs.part(self.profile.forward), 0.0, "the cheapest tensor", math.inf)
-        return Selection((name,), self.profile.cost([name]), self.costs.part(flops), value, "the cheapest tensor", math.inf)
+            return Selection((), 0, self.part(self.profile.forward), 0.0, "the cheapest tensor", math.inf)
+        return Selection((name,), self.profile.cost([name]), self.part(flops), value, "the cheapest tensor", math.inf)
 
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
-        if not self.likely_saved:
+        if not self.likely_saved and not self.gained:
             return infeasible(self.costs, self.plan.budget.flops)
         fewest = self.step_flops(frozenset([self._cheapest]))
-        units = math.ceil(self.costs.part(fewest) * 10_000)
-        if self.profile.forward + self.costs.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
+        units = math.ceil(self.part(fewest) * 10_000)
+        full = backward_costs(self.captured)
+        if self.captured.forward + full.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
             units += 1
         return BudgetError(
-            f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with the products of adapters reordered and "
+            f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with all that is exact done and "
             f"gradients compressed as planned. Smallest feasible: {units / 10_000}."
         )
 
@@ -207,5 +229,5 @@ def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:
     if needed > limit.most:
         raise BudgetError(
             f"flops={plan.budget.flops} is less than training the tensors that were given needs: "
-            f"{limit.costs.part(needed):.4f} of a full step. Train fewer, or leave them to be selected: GreenTrainer()."
+            f"{limit.part(needed):.4f} of a full step. Train fewer, or leave them to be selected: GreenTrainer()."
         )

@@ -8,16 +8,17 @@ computed twice. This is what Liger's kernels do by hand (Hsu et al., 2024, "Lige
 from __future__ import annotations
 
 import operator
-from functools import reduce
+from dataclasses import dataclass
 from typing import Any
 
+import graphopt.passes.linear_cross_entropy.ops  # noqa: F401  registers the operator
 import torch
 from graphopt.passes.linear_cross_entropy.heads import MEAN, NLL, NLL_BACKWARD, SUM, Head
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.row_axes import VIEWS, WITH_SIZES, Axis, Rules, arguments
-from graphopt.compat import fake_mode_of
+from graphopt.compat import IN_FORWARD, fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import ORIGIN, insert_node
@@ -28,6 +29,16 @@ aten = torch.ops.aten
 def in_chunks(graph: TrainingGraph, head: Head, chunks: int) -> None:
     """Compute a head in `chunks` parts, or fewer where its length is less, in place."""
     _Chunking(graph, head).apply(chunks)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a chunk gives; see `Head`."""
+
+    loss: fx.Node
+    total_weight: fx.Node
+    rows: dict[fx.Node, fx.Node]
+    sums: dict[fx.Node, fx.Node]
 
 
 class _Chunking:
@@ -45,17 +56,25 @@ class _Chunking:
         """See `in_chunks`."""
         head = self.head
         step = -(-head.length // chunks)
-        found = [self._chunk(start, min(start + step, head.length)) for start in range(0, head.length, step)]
-        losses, weights, rows, sums = zip(*found, strict=True)
-        total_weight = reduce(self._add, weights)
-        loss = reduce(self._add, losses)
+        loss = total_weight = None
+        rows: dict[fx.Node, list[fx.Node]] = {node: [] for node in head.rows}
+        sums: dict[fx.Node, fx.Node] = {}
+        for start in range(0, head.length, step):
+            before = [] if loss is None else [loss, *sums.values(), *(parts[-1] for parts in rows.values())]
+            part = self._chunk(start, min(start + step, head.length), before)
+            loss, total_weight = self._add(loss, part.loss), self._add(total_weight, part.total_weight)
+            for node, gradient in part.rows.items():
+                rows[node].append(gradient)
+            for node, gradient in part.sums.items():
+                sums[node] = self._add(sums.get(node), self._wide_enough(gradient))
+        assert loss is not None
+        assert total_weight is not None
         mean = arguments(head.loss)[3] == MEAN
         if mean:
             loss = self._emit(aten.div.Tensor, (loss, total_weight))
-        gradients = {
-            **{node: self._whole(node, axis, [chunk[node] for chunk in rows]) for node, axis in head.rows.items()},
-            **{node: self._total([chunk[node] for chunk in sums], node.meta["val"].dtype) for node in head.sums},
-        }
+        gradients = {**{node: self._whole(node, axis, rows[node]) for node, axis in head.rows.items()}, **sums}
+        for gradient in gradients.values():
+            gradient.meta.update(IN_FORWARD)  # else chunks of logits may be kept for the backward
         self._replace_results(loss, total_weight)
         scale = arguments(head.backward)[0]
         if mean:  # where no token counts, the loss is not a number, and every gradient is zero
@@ -76,8 +95,8 @@ class _Chunking:
             if user.target is operator.getitem:
                 user.replace_all_uses_with(loss if arguments(user)[1] == 0 else total_weight)
 
-    def _chunk(self, start: int, stop: int) -> tuple[fx.Node, fx.Node, dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]]:
-        """Loss, total weight and gradients of some tokens."""
+    def _chunk(self, start: int, stop: int, before: list[fx.Node]) -> _Part:
+        """Loss, total weight and gradients of some tokens, which are begun when the nodes in `before` are there."""
         made: dict[tuple[fx.Node, Axis], fx.Node] = {}
 
         def taken(node: fx.Node, axis: Axis | None) -> fx.Node:
@@ -93,6 +112,8 @@ class _Chunking:
                 result = again(node, self.rules.read(node, axis) or {}, axis)
             else:
                 result = self._slice(self._early(node), axis, start, stop)
+                if before and node not in self.head.in_full:
+                    result = self._emit(torch.ops.graphopt.after.default, (result, before))
             made[node, axis] = result
             return result
 
@@ -121,7 +142,7 @@ class _Chunking:
 
         rows = {node: again(node, self.rules.read(node, axis) or {}, axis) for node, axis in self.head.rows.items()}
         sums = {node: again(node, read, None) for node, read in self.head.sums.items()}
-        return loss, total, rows, sums
+        return _Part(loss, total, rows, sums)
 
     def _early(self, node: fx.Node) -> fx.Node:
         """A node of the forward as it is before the loss, repeated there if it comes later."""
@@ -155,14 +176,14 @@ class _Chunking:
         split = [self._split(part, axis, part.meta["val"].shape[axis.dim] // per_step) for part in parts]
         return self._joined(self._emit(aten.cat.default, (split, axis.dim + 1)), axis)
 
-    def _total(self, parts: list[fx.Node], dtype: torch.dtype) -> fx.Node:
-        """The sum of parts, in single precision at least."""
-        if len(parts) > 1 and dtype.itemsize < 4:
-            parts = [self._emit(aten._to_copy.default, (part,), {"dtype": torch.float32}) for part in parts]
-        return reduce(self._add, parts)
+    def _wide_enough(self, part: fx.Node) -> fx.Node:
+        """In single precision at least, in which parts are added up."""
+        if part.meta["val"].dtype.itemsize >= 4:
+            return part
+        return self._emit(aten._to_copy.default, (part,), {"dtype": torch.float32})
 
-    def _add(self, left: fx.Node, right: fx.Node) -> fx.Node:
-        return self._emit(aten.add.Tensor, (left, right))
+    def _add(self, total: fx.Node | None, part: fx.Node) -> fx.Node:
+        return part if total is None else self._emit(aten.add.Tensor, (total, part))
 
     def _emit(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None, backward: bool = False) -> fx.Node:
         node = insert_node(self.graph.graph, target, tuple(args), self.anchor, kwargs, ORIGIN, self.fake_mode)

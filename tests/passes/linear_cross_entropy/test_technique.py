@@ -190,8 +190,8 @@ def test_large_logits_are_divided_by_themselves(monkeypatch: pytest.MonkeyPatch)
         run(*inputs).backward()
     for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad)
-    assert opt.report.sections["linear_cross_entropy"]["chunks"] == {"head.weight": 32}
-    assert "cross entropy    head.weight in 32 chunks of tokens" in str(opt.report)
+    assert opt.report.sections["linear_cross_entropy"]["chunks"] == {"head.weight": 16}
+    assert "cross entropy    head.weight in 16 chunks of tokens" in str(opt.report)
     assert not [note for note in opt.report.notes if "could not" in note]
 
 
