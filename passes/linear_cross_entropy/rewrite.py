@@ -60,7 +60,7 @@ class _Chunking:
         rows: dict[fx.Node, list[fx.Node]] = {node: [] for node in head.rows}
         sums: dict[fx.Node, fx.Node] = {}
         for start in range(0, head.length, step):
-            before = [] if loss is None else [loss, *sums.values(), *(parts[-1] for parts in rows.values())]
+            before: list[fx.Node] = [] if loss is None else [loss, *sums.values(), *(parts[-1] for parts in rows.values())]
             part = self._chunk(start, min(start + step, head.length), before)
             loss, total_weight = self._add(loss, part.loss), self._add(total_weight, part.total_weight)
             for node, gradient in part.rows.items():
