@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def measure(make: Callable[[], Case], repeats: int, device: str, bar: Progress, 
         step = torch.compile(model) if kind == "torch.compile" else graphopt.optimize(model, inputs)
         opt = step if isinstance(step, graphopt.OptimizedModule) else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-        steps[kind] = lambda step=step, inputs=inputs, optimizer=optimizer: _phases(step, inputs, optimizer, device)  # type: ignore[misc]
+        steps[kind] = partial(_phases, step, inputs, optimizer, device)
         steps[kind]()
     assert opt is not None
     bar.update(task, advance=1, description=f"{name}: timing")
