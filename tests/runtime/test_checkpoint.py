@@ -175,8 +175,8 @@ def everything(run: Run, before: Any = None) -> Any:
     if before is not None:
         known = before[1]["captures"]["product_times"]
         times = parts["captures"]["product_times"]
-        parts["captures"]["product_times"] = {
-            key: {name: seconds for name, seconds in times[key].items() if name in known[key]} for key in times if key in known
+        parts["captures"]["product_times"] = {  # in the same order: it says nothing
+            key: {name: times[key][name] for name in names if name in times[key]} for key, names in known.items() if key in times
         }
     plan = {**vars(run.opt._plan), "passes": None, "budget": None, "memory": None}
     return copy.deepcopy((to_plain(plan), parts, run.optimizer.state_dict(), run.weights()))
