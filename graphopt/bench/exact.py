@@ -23,6 +23,7 @@ from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, in_turn, now, this_device
 from graphopt.compat import pytree
+from graphopt.compat.inductor import fresh_compiler_cache
 
 Case = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -57,7 +58,8 @@ def measure(make: Callable[[], Case], repeats: int, device: str, bar: Progress, 
         opt = step if isinstance(step, graphopt.OptimizedModule) else None
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         steps[kind] = partial(_phases, step, inputs, optimizer, device)
-        steps[kind]()
+        with fresh_compiler_cache():
+            steps[kind]()
     assert opt is not None
     bar.update(task, advance=1, description=f"{name}: timing")
     phases = in_turn(steps, repeats, lambda: bar.advance(task))

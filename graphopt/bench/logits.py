@@ -19,6 +19,7 @@ import graphopt
 from graphopt.bench.memory import peak_of
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device
+from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.passes import LinearCrossEntropy
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, FEED_FORWARD = 49_152, 576, 9, 3, 1_536
@@ -81,7 +82,8 @@ def run(layers: int, tokens: int, samples: int, chunks: int | None, repeats: int
                     (found if isinstance(found, torch.Tensor) else found.loss).backward()
                     model.zero_grad()
 
-                train()
+                with fresh_compiler_cache():
+                    train()
                 train()
                 found = step.report.sections.get("linear_cross_entropy", {}).get("chunks", {}) if kind == "graphopt" else {}
                 peak = peak_of(train, device)
