@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 LEAST_BYTES = 2**26
 """Of logits and their gradients, that must be saved for "auto" to work in chunks."""
 
-FEWEST_TOKENS = 128
+FEWEST_TOKENS = 512
 """Of a chunk: products of fewer rows are slow."""
 
 SLOWER = 0.02
