@@ -145,6 +145,14 @@ class Rules:
         gradient = gradient or target in ROWS_FIRST or str(target).endswith("_backward_data.default")
         return gradient and first in zeros  # gradients come first, and enter linearly
 
+    def is_linear(self, node: fx.Node, gradients: Mapping[fx.Node, Axis]) -> bool:
+        """Whether a node is linear in `gradients`, so that a factor of theirs may be applied to its result."""
+        if not self.keeps_zeros(node, gradients):
+            return False
+        if node.target in _SUMS:
+            return True
+        return sum(argument in gradients for argument in arguments(node)) == 1  # a square is not, nor what they decide
+
     def summed(self, node: fx.Node, zeros: Mapping[fx.Node, Axis]) -> Read | None:
         """Where a node sums over rows, all but some of which are zero: where these rows are in what it reads."""
         target, args = node.target, arguments(node)

@@ -181,6 +181,8 @@ def _follow(graph: TrainingGraph, found: _Search, gradient: fx.Node, start: Axis
         read = {n: found.backward[n] for n in node.all_input_nodes if n in found.backward}
         if not read or node in found.backward:
             continue
+        if not found.rules.is_linear(node, read):
+            raise NotSeparable(f"a gradient of the logits is not passed on as it comes ({node.target})")
         if (summed := found.rules.summed(node, read)) is not None:
             found.sums[node] = summed
             reads: Read = summed

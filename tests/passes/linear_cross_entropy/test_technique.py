@@ -141,6 +141,24 @@ def test_outputs_beside_the_loss_that_are_differentiated_keep_their_gradient() -
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("change", [lambda g: g.clamp(-1e-3, 1e-3), lambda g: g * g.abs(), lambda g: g / g.norm()])
+def test_a_gradient_that_a_hook_changes_is_left_whole(change: Any) -> None:
+    """A chunk's gradient is scaled by the loss's afterwards, which is the same for what is linear in it alone."""
+
+    class Hooked(LanguageModel):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.head(torch.tanh(self.layer(self.embed(ids))))
+            logits.register_hook(change)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    model, inputs = Hooked(), batch()
+    opt = graphopt.optimize(copy.deepcopy(model), inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    for run in (model, opt):
+        (run(*inputs) * 100).backward()
+    for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
 @pytest.mark.parametrize("form", ["mean", "returned"])
 def test_the_predicted_peak_is_smaller(form: str) -> None:
     """32 x 400 logits of 8 numbers each: logits and their gradients are most of a step."""
