@@ -6,6 +6,7 @@ move: `Axis` says where they are.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -64,8 +65,8 @@ _SOFTMAX: dict[Any, int] = {
 }  # fmt: skip
 """The position of the argument that says along which dimension."""
 
-_NORM_BACKWARD = {aten.native_layer_norm_backward.default: 3, aten._fused_rms_norm_backward.default: 2}
-"""Operators that return the gradient of the input, row by row, then sums over rows; their number of results."""
+_NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
+"""Operators that return the gradient of the input, row by row, then sums over rows."""
 _NORM = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -227,20 +228,13 @@ def _view(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
 
 def _in_other_sizes(shape: tuple[int, ...], axis: Axis, sizes: tuple[int, ...], length: int) -> Axis | None:
     """Where rows are in the same elements with other sizes: as many come before a row, and as many belong to it."""
-    before = _product(shape[: axis.dim]) * (shape[axis.dim] // (length * axis.inner))
-    within = axis.inner * _product(shape[axis.dim + 1 :])
+    before = math.prod(shape[: axis.dim]) * (shape[axis.dim] // (length * axis.inner))
+    within = axis.inner * math.prod(shape[axis.dim + 1 :])
     for dim, size in enumerate(sizes):
-        outside, inside = _product(sizes[:dim]), _product(sizes[dim + 1 :])
+        outside, inside = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
         if before % outside == 0 and within % inside == 0 and size == before // outside * length * (within // inside):
             return Axis(dim, within // inside)
     return None
-
-
-def _product(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _moved(order: Callable[[Rules, fx.Node], list[int]]) -> Callable[[Rules, fx.Node, Axis], Read | None]:
@@ -265,9 +259,10 @@ def _permuted(rules: Rules, node: fx.Node) -> list[int]:
     return [d % len(arguments(node)[1]) for d in arguments(node)[1]]
 
 
-def _unsqueezed(rules: Rules, node: fx.Node) -> list[int]:
+def _with_one_more(rules: Rules, node: fx.Node) -> list[int]:
+    """`unsqueeze`, and `select_backward`: one index of a dimension among zeros."""
     dims = len(rules.shape(node))
-    new = arguments(node)[1] % dims
+    new = arguments(node)[1 if node.target is aten.unsqueeze.default else 2] % dims
     return [d - (d > new) if d != new else -1 for d in range(dims)]
 
 
@@ -284,22 +279,11 @@ def _selected(rules: Rules, node: fx.Node) -> list[int]:
     return [d for d in range(dims) if d != gone]
 
 
-def _put_back(rules: Rules, node: fx.Node) -> list[int]:
-    """`select_backward`: one index of a dimension among zeros."""
-    dims = len(rules.shape(node))
-    new = arguments(node)[2] % dims
-    return [d - (d > new) if d != new else -1 for d in range(dims)]
-
-
 def _sliced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A part of another dimension, or such a part among zeros."""
     position = 2 if node.target is aten.slice_backward.default else 1
     dim = (arguments(node)[position] if len(arguments(node)) > position else 0) % len(rules.shape(node))
     return {tensors_of(node)[0]: axis} if dim != axis.dim else None
-
-
-def _expanded(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    return _elementwise(rules, node, axis)
 
 
 def _multiplied(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
@@ -387,10 +371,10 @@ _RULES: dict[Any, Callable[[Rules, fx.Node, Axis], Read | None]] = {
     **dict.fromkeys((*_NORM, *_NORM_BACKWARD), _normalised),
     **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), _attended),
     aten.permute.default: _moved(_permuted),
-    aten.unsqueeze.default: _moved(_unsqueezed),
+    aten.unsqueeze.default: _moved(_with_one_more),
     aten.select.int: _moved(_selected),
-    aten.select_backward.default: _moved(_put_back),
-    aten.expand.default: _expanded,
+    aten.select_backward.default: _moved(_with_one_more),
+    aten.expand.default: _elementwise,
     aten.embedding.default: _looked_up,
     aten.cat.default: _joined,
 }

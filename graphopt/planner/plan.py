@@ -180,6 +180,11 @@ class Plan:
         """The plan with other passes."""
         return replace(self, passes=in_order(passes))
 
+    def without(self, rewrite: Pass, why: str = "") -> Plan:
+        """The plan without a pass, and `why` it was not needed, if that is to be reported."""
+        plan = self.with_passes([p for p in self.passes if p is not rewrite])
+        return replace(plan, not_needed={**plan.not_needed, rewrite.name: why}) if why else plan
+
     def sampled_part(self, graph: TrainingGraph, batch_size: int, reports: Sequence[PassReport]) -> float:
         """FLOPs of a step as a part of those with every row kept, all else being equal.
 

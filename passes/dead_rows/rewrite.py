@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from graphopt.passes.dead_rows.demand import Demand, taken_rows
 from torch import fx
 
-from graphopt.analysis.row_axes import LARGE_PRIME, ROWS_FIRST, VIEWS, WITH_SIZES, Axis, Rules, arguments, first_value
+from graphopt.analysis.row_axes import ROWS_FIRST, Axis, Rules, arguments, first_value
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes
+from graphopt.transforms.rows import Emit, joined_rows, on_some_rows, some_rows, split_rows
 
 aten = torch.ops.aten
 
@@ -75,7 +76,8 @@ class _Narrowing:
             assert read is not None
             inputs = {n: self._input(n, read.get(n), node) for n in node.all_input_nodes}
             args, kwargs = fx.map_arg((arguments(node), node.kwargs), inputs.__getitem__)
-            self.made[node, axis] = self._emit(_of_any_layout(node.target), self._sized(node, args, axis), node, kwargs)
+            target, args = on_some_rows(self.rules, node, args, axis, self.rows.count)
+            self.made[node, axis] = self._emit(target, args, node, kwargs)
 
     def _replace_inputs(self, node: fx.Node, read: Mapping[fx.Node, Axis | None]) -> None:
         """Have a node that stays read what it needs: some rows of what it sums over, and all rows of everything else."""
@@ -99,17 +101,15 @@ class _Narrowing:
         if (node, axis) not in self.made:
             if node in self.demand.narrow:
                 raise PassError(f"{node.name} has its rows in two places.")
-            split, dim = self._split(node, axis, self.rows.length, anchor)
-            part = self._emit(aten.slice.Tensor, (split, dim, self.rows.start, self.rows.stop), anchor)
-            self.made[node, axis] = self._joined(part, node, axis, anchor)
+            self.made[node, axis] = self._part(node, axis, anchor)
         return self.made[node, axis]
 
     def _in_full(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
         if node not in self.padded:
             axis = self.demand.narrow[node]
-            split, dim = self._split(self.made[node, axis], axis, self.rows.count, anchor)
+            split, dim = split_rows(self.rules, self.made[node, axis], axis, self.rows.count, self._before(anchor))
             whole = self._among_zeros(split, dim, self.rows.length, self.rows.start, anchor)
-            self.padded[node] = self._joined(whole, node, axis, anchor)
+            self.padded[node] = joined_rows(whole, node, axis, self._before(anchor))
         return self.padded[node]
 
     def _take(self, node: fx.Node, axis: Axis) -> None:
@@ -156,61 +156,20 @@ class _Narrowing:
         source, *rest = arguments(dropout)
         part = self._narrowed(source, axis, dropout)
         if dropout not in self.drawn:
-            split, dim = self._split(part, axis, self.rows.count, dropout)
+            split, dim = split_rows(self.rules, part, axis, self.rows.count, self._before(dropout))
             one = self._emit(aten.full_like.default, (self._emit(aten.slice.Tensor, (split, dim, 0, 1), dropout), 1), dropout)
             sizes = [self.rows.length if d == dim else -1 for d in range(split.meta["val"].dim())]
-            ones = self._joined(self._emit(aten.expand.default, (one, sizes), dropout), dropout, axis, dropout)
+            ones = joined_rows(self._emit(aten.expand.default, (one, sizes), dropout), dropout, axis, self._before(dropout))
             self.drawn[dropout] = self._emit(aten.native_dropout.default, (ones, *rest), dropout)
         result = self._emit(operator.getitem, (self.drawn[dropout], arguments(node)[1]), node)
-        split, dim = self._split(result, axis, self.rows.length, node)
-        drawn = self._emit(aten.slice.Tensor, (split, dim, self.rows.start, self.rows.stop), node)
-        drawn = self._joined(drawn, dropout, axis, node)
+        drawn = self._part(result, axis, node)
         return drawn if arguments(node)[1] else self._emit(aten.mul.Tensor, (part, drawn), node)
 
-    def _split(self, node: fx.Node, axis: Axis, length: int, anchor: fx.Node) -> tuple[fx.Node, int]:
-        """A tensor with a dimension of its own for rows, and which one that is."""
-        sizes = list(node.meta["val"].shape)
-        if axis.inner == 1 and sizes[axis.dim] == length:
-            return node, axis.dim
-        if axis.inner % LARGE_PRIME:
-            rows = [-1, length, *([axis.inner] if axis.inner > 1 else [])]
-        else:  # the samples are between neighbouring rows, and their number is a symbol
-            rows = [self.rules.shape(node)[axis.dim] // (length * axis.inner), length, -1]
-        shape = [*self._known(sizes[: axis.dim]), *rows, *self._known(sizes[axis.dim + 1 :])]
-        return self._emit(aten.reshape.default, (node, shape), anchor), axis.dim + 1
+    def _part(self, node: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
+        return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, self._before(anchor))
 
-    def _joined(self, part: fx.Node, like: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
-        """The inverse of `_split`, of a tensor as that of `like`."""
-        value = first_value(like)
-        assert value is not None
-        sizes = list(value.shape)
-        if part.meta["val"].dim() == len(sizes):
-            return part
-        shape = [*self._known(sizes[: axis.dim]), -1, *self._known(sizes[axis.dim + 1 :])]
-        return self._emit(aten.reshape.default, (part, shape), anchor)
-
-    def _known(self, sizes: Sequence[Any]) -> list[int]:
-        if not all(isinstance(size, int) for size in sizes):
-            raise PassError(f"a tensor has sizes {sizes} beside its rows, which depend on the batch")
-        return list(sizes)
-
-    def _sized(self, node: fx.Node, args: tuple[Any, ...], axis: Axis) -> tuple[Any, ...]:
-        """The arguments of a node, where they say how large its result is, for the rows."""
-        if node.target not in WITH_SIZES:
-            return args
-        sizes, size = list(args[1]), node.meta["val"].shape[axis.dim]
-        if sizes[axis.dim] == -1:
-            return args
-        if isinstance(size, int):
-            sizes[axis.dim] = size // self.rows.length * self.rows.count
-        elif node.target in VIEWS:
-            others = [node.meta["val"].shape[d] if sizes[d] == -1 else sizes[d] for d in range(len(sizes))]
-            sizes = [-1 if d == axis.dim else other for d, other in enumerate(others)]
-            if any(isinstance(other, torch.SymInt) for other in sizes):
-                raise PassError(f"{node.name} has two sizes that depend on the batch")
-        else:
-            raise PassError(f"{node.name} has a size beside its rows that depends on the batch")
-        return (args[0], sizes, *args[2:])
+    def _before(self, anchor: fx.Node) -> Emit:
+        return lambda target, args: self._emit(target, args, anchor)
 
     def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
         return insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, *CHECKPOINTED), self.fake_mode)
@@ -228,8 +187,3 @@ def _sizes_of_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
         if isinstance(value, torch.SymInt) and (read_off_input or all(n in known.values() for n in node.all_input_nodes)):
             known.setdefault(expression(value), node)
     return known
-
-
-def _of_any_layout(target: Any) -> Any:
-    """Some rows may lie in memory in another way than all rows do, so that a view of them would need a copy."""
-    return aten.reshape.default if target in VIEWS else target

@@ -17,11 +17,12 @@ from graphopt.passes.linear_cross_entropy.heads import MEAN, NLL, NLL_BACKWARD, 
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
-from graphopt.analysis.row_axes import VIEWS, WITH_SIZES, Axis, Rules, arguments
+from graphopt.analysis.row_axes import Axis, Rules, arguments
 from graphopt.compat import IN_FORWARD, fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import ORIGIN, insert_node
+from graphopt.transforms.rows import joined_rows, on_some_rows, some_rows, split_rows
 
 aten = torch.ops.aten
 
@@ -111,7 +112,7 @@ class _Chunking:
             elif inside:
                 result = again(node, self.rules.read(node, axis) or {}, axis)
             else:
-                result = self._slice(self._early(node), axis, start, stop)
+                result = some_rows(self.rules, self._early(node), axis, start, stop, self._emit)
                 if before and node not in self.head.in_full:
                     result = self._emit(torch.ops.graphopt.after.default, (result, before))
             made[node, axis] = result
@@ -121,11 +122,8 @@ class _Chunking:
             inputs = {n: taken(n, read.get(n)) for n in node.all_input_nodes}
             args, kwargs = fx.map_arg((arguments(node), node.kwargs), inputs.__getitem__)
             target = node.target
-            if axis is not None and target in WITH_SIZES:
-                sizes = list(args[1])
-                sizes[axis.dim] = node.meta["val"].shape[axis.dim] // self.head.length * (stop - start)
-                args = (args[0], sizes, *args[2:])
-                target = aten.reshape.default if target in VIEWS else target
+            if axis is not None:
+                target, args = on_some_rows(self.rules, node, args, axis, stop - start)
             return self._emit(target, args, kwargs)
 
         softmax, target, weight, _, ignored = arguments(self.head.loss)
@@ -155,26 +153,11 @@ class _Chunking:
             self.early[node] = self._emit(node.target, args, kwargs)
         return self.early[node]
 
-    def _slice(self, node: fx.Node, axis: Axis, start: int, stop: int) -> fx.Node:
-        split = self._emit(aten.slice.Tensor, (self._split(node, axis, self.head.length), axis.dim + 1, start, stop))
-        return self._joined(split, axis)
-
-    def _split(self, node: fx.Node, axis: Axis, length: int) -> fx.Node:
-        """A tensor with a dimension of its own, the one after `axis.dim`, for what is divided."""
-        sizes = list(node.meta["val"].shape)
-        shape = [*sizes[: axis.dim], -1, length, axis.inner, *sizes[axis.dim + 1 :]]
-        return self._emit(aten.reshape.default, (node, shape))
-
-    def _joined(self, node: fx.Node, axis: Axis) -> fx.Node:
-        """The inverse of `_split`."""
-        sizes = list(node.meta["val"].shape)
-        return self._emit(aten.reshape.default, (node, [*sizes[: axis.dim], -1, *sizes[axis.dim + 3 :]]))
-
     def _whole(self, node: fx.Node, axis: Axis, parts: list[fx.Node]) -> fx.Node:
         """The parts of a tensor put together."""
         per_step = node.meta["val"].shape[axis.dim] // self.head.length
-        split = [self._split(part, axis, part.meta["val"].shape[axis.dim] // per_step) for part in parts]
-        return self._joined(self._emit(aten.cat.default, (split, axis.dim + 1)), axis)
+        split = [split_rows(self.rules, p, axis, p.meta["val"].shape[axis.dim] // per_step, self._emit) for p in parts]
+        return joined_rows(self._emit(aten.cat.default, ([part for part, _ in split], split[0][1])), node, axis, self._emit)
 
     def _wide_enough(self, part: fx.Node) -> fx.Node:
         """In single precision at least, in which parts are added up."""

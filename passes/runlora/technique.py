@@ -75,7 +75,7 @@ class RunLora(Technique):
         """Find where merging would lose the adapters; leave a plan where no layer has any."""
         sites = find_lora_sites(planning.graph)
         if planning.auto and not sites.layers and not sites.left_alone:
-            return plan.with_passes([p for p in plan.passes if p is not self])
+            return plan.without(self)
         return self.measured(plan, planning.graph, planning.tensors)
 
     def measured(self, plan: Plan, graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> Plan:
