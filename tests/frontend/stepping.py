@@ -18,8 +18,6 @@ Call = Callable[[Any, Any, int], Tensor]
 
 BUDGETS = pytest.mark.parametrize("budget", [None, 0.7])
 
-TORCHS_OWN = pytest.mark.xfail(strict=True, reason="torch.compile does not guard on it either")
-
 
 class Two(nn.Module):
     """Two layers; what a test is about goes between them."""
@@ -49,25 +47,33 @@ def assert_steps_as_in_eager(
     budget: float | None = None,
     steps: int = 3,
     state: Callable[[Any], Any] = lambda model: None,
+    torchs_own: bool = False,
     **options: Any,
 ) -> graphopt.OptimizedModule:
     """A few steps of SGD: losses, gradients, buffers and `state` as in eager mode; no gradient of what is not selected.
 
     Args:
+        torchs_own: torch.compile does not notice the change and trains otherwise than eager mode: so does graphopt, and in the
+            same way. This fails when torch mends it.
         state: what else the model holds: attributes, gradients of tensors that are no parameters.
         options: for `graphopt.optimize`.
     """
     eager = copy.deepcopy(model)
     opt = graphopt.optimize(model, example, budget, **{"backend": "aot_eager", **options})
     assert isinstance(opt, graphopt.OptimizedModule)
+    plain = copy.deepcopy(eager)
+    reference = torch.compile(eager, backend="aot_eager") if torchs_own else eager
+    differs = False
     for step in range(steps):
         losses = []
-        for called, module in ((eager, eager), (opt, model)):
+        for called, module in ((reference, eager), (opt, model)):
             module.zero_grad()
             torch.manual_seed(step)
             loss = call(called, module, step)
             loss.backward()
             losses.append(loss.detach())
+        plain.load_state_dict(eager.state_dict())
+        differs |= torchs_own and not torch.allclose(call(plain, plain, step), losses[0])
         torch.testing.assert_close(losses[1], losses[0])
         assert_gradients(model, eager, None if budget is None else opt.selected)
         torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
@@ -75,7 +81,22 @@ def assert_steps_as_in_eager(
         for module in (eager, model):
             descend(module, opt.selected)
     assert opt.model_runs == 0
+    assert differs == torchs_own
     return opt
+
+
+def assert_fails_as_under_torch_compile(model: Any, example: Any, call: Call, match: str) -> None:
+    """torch.compile fails where eager mode trains: so does graphopt, by the same error. This fails when torch mends it."""
+
+    def train(called: Any) -> None:
+        for step in range(4):
+            call(called, called, step).backward()
+
+    opt = graphopt.optimize(copy.deepcopy(model), example, backend="aot_eager")
+    for called in (torch.compile(copy.deepcopy(model), backend="aot_eager"), opt):
+        with pytest.raises(Exception, match=match):
+            train(called)
+    train(model)
 
 
 def assert_gradients(model: nn.Module, eager: nn.Module, selected: frozenset[str] | None = None) -> None:

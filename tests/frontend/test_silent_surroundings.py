@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import graphopt
-from tests.frontend.stepping import BUDGETS, TORCHS_OWN, Two, X, assert_steps_as_in_eager, generated, plainly
+from tests.frontend.stepping import BUDGETS, Two, X, assert_steps_as_in_eager, generated, plainly
 
 # What lies outside the model.
 
@@ -93,7 +93,6 @@ class WithActivation(Two):
         return self.activation(hidden)
 
 
-@TORCHS_OWN
 def test_a_class_whose_forward_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(called: Any, model: Any, step: int) -> Tensor:
         with monkeypatch.context() as patch:
@@ -101,10 +100,9 @@ def test_a_class_whose_forward_is_patched(monkeypatch: pytest.MonkeyPatch) -> No
                 patch.setattr(nn.Tanh, "forward", lambda self, x: x * 3)
             return called(generated(0, 4, 5))
 
-    assert_steps_as_in_eager(WithActivation(), X, call, steps=4)
+    assert_steps_as_in_eager(WithActivation(), X, call, steps=4, torchs_own=True)
 
 
-@TORCHS_OWN
 def test_a_hook_of_all_modules() -> None:
     @contextlib.contextmanager
     def hooked() -> Iterator[None]:
@@ -118,7 +116,7 @@ def test_a_hook_of_all_modules() -> None:
         with hooked() if step % 2 else contextlib.nullcontext():
             return called(generated(0, 4, 5))
 
-    assert_steps_as_in_eager(Two(), X, call, steps=4)
+    assert_steps_as_in_eager(Two(), X, call, steps=4, torchs_own=True)
 
 
 GLOBAL_LIST: list[float] = [1.0]
