@@ -15,6 +15,7 @@ from graphopt.passes import PassReport
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.planner.step_time import step_seconds
+from graphopt.report.units import in_bytes, in_percent, in_seconds
 
 
 @dataclass
@@ -112,24 +113,25 @@ def plan_lines(summary: PlanSummary) -> list[str]:
     for c in summary.contributions:
         (flops, flops_after), (saved, saved_after) = c["flops"], c["saved_bytes"]
         change = flops_after / flops - 1 if flops else 0.0
+        kept = saved_after - saved
+        bytes_kept = f"{'+' if kept > 0 else '-' if kept else ''}{in_bytes(abs(kept))}"
         lines.append(
-            f"  {c['pass']:14} {c['sites']} sites, {change:+.1%} of the step's FLOPs, "
-            f"{saved_after - saved:+,} bytes saved for the backward"
+            f"  {c['pass']:14} {c['sites']} sites, {100 * change:+.1f} % of the step's FLOPs, {bytes_kept} kept for the backward"
         )
     lines = ["plan", *lines] if lines else []
     lines.extend(f"not needed       {name}: {why}" for name, why in summary.not_needed.items())
     for name, of in summary.remaining.items():
-        what = f"{of['used']:,.0f} of {of['limit']:,.0f} bytes" if name == "memory" else f"{of['used']:.2%} of {of['limit']:.2%}"
-        lines.append(f"budget used      {name}: {what}")
+        amount = in_bytes if name == "memory" else in_percent
+        lines.append(f"budget used      {name}: {amount(of['used'])} of {amount(of['limit'])}")
     if (predicted := summary.predicted["seconds"]) is not None:
         ran = summary.measured["forward_backward"]
-        beside = f", measured {ran:.4f} s" if ran is not None else ""
-        lines.append(f"predicted        forward and backward {predicted:.4f} s" + beside)
+        beside = f", measured {in_seconds(ran)}" if ran is not None else ""
+        lines.append(f"predicted        forward and backward {in_seconds(predicted)}" + beside)
     seconds, peak = summary.measured["seconds"], summary.measured["peak_bytes"]
     if seconds is not None:
         lines.append(
-            f"measured         {seconds:.4f} s per step with the optimizer's and loading"
-            + (f", peak {peak:,.0f} bytes" if peak is not None else "")
+            f"measured         {in_seconds(seconds)} per step with the optimizer's and loading"
+            + (f", peak {in_bytes(peak)}" if peak is not None else "")
         )
     return lines
 

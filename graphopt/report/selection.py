@@ -12,6 +12,7 @@ from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.guidance import Worth, cliffs, next_better, worth_of_flops
 from graphopt.planner.plan import Plan
 from graphopt.planner.simple_rules import SIMPLE_RULES
+from graphopt.report.units import in_percent
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,13 @@ def _compared(
 
 def selection_lines(summary: SelectionSummary) -> list[str]:
     """The summary for people."""
-    others = ", ".join(f"{name} {value:.1%}" for name, value in summary.alternatives.items())
+    others = ", ".join(f"{name} {in_percent(value)}" for name, value in summary.alternatives.items())
     lines = [
         f"selected by      {summary.rule}",
-        f"  value          {summary.value:.1%} of everything's; {others}",
+        f"  value          {in_percent(summary.value)} of everything's; {others}",
     ]
     if summary.cliffs:
         lines.append(f"  cliffs         a large part no longer fits below flops={', '.join(f'{c:.2f}' for c in summary.cliffs)}")
-    if summary.next_better is not None:
-        lines.append(f"  next better    flops={summary.next_better.flops:.2f} would train {summary.next_better.value:.1%}")
+    if (better := summary.next_better) is not None:
+        lines.append(f"  next better    flops={better.flops:.2f} would train {in_percent(better.value)}")
     return lines

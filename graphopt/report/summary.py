@@ -12,9 +12,14 @@ from graphopt.graph import TrainingGraph
 from graphopt.passes.state import State
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
-from graphopt.report.plan import PlanSummary, StepClock, plan_lines, summarise
-from graphopt.report.selection import SelectionSummary, selection_lines, summarise_selection
+from graphopt.report.plan import PlanSummary, StepClock, summarise
+from graphopt.report.selection import SelectionSummary, summarise_selection
+from graphopt.report.tensors import TensorRow, tensor_rows
+from graphopt.report.text import report_text, verdict
 from graphopt.runtime.captures import Captures
+
+SCHEMA = 1
+"""Version of what `Report.to_dict` returns; docs/report.md has its fields."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class Report:
     Attributes:
         budget: the limits asked for.
         passes: names of the passes in force.
-        approximations: every respect in which a step is not full training; empty if none.
+        approximations: every respect in which a step is not full training, untrained tensors first; empty if none.
         trained, trainable: number of tensors trained, and that could be.
         selected, cut: their names.
         sections: what each technique says of itself, by its name; see its `section`.
@@ -39,6 +44,7 @@ class Report:
         device: the kernels were chosen for this device.
         captures, compilations: how often the model was traced and a step compiled.
         capture_seconds, compile_seconds, rewrite_seconds, select_seconds: wall-clock of each so far.
+        tensors: a row for every parameter: what its gradient costs, what it is worth, and why it is trained or not.
         lines: the sections for people.
     """
 
@@ -71,39 +77,24 @@ class Report:
     left_alone: dict[str, str] = field(default_factory=dict)
     plan: PlanSummary | None = None
     selection: SelectionSummary | None = None
+    tensors: list[TensorRow] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
+    @property
+    def verdict(self) -> str:
+        """One sentence: what is trained, at what cost, and how exact it is."""
+        return verdict(self)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "lines"}
+        """Plain values, ready for JSON; docs/report.md describes them."""
+        values = {name: value for name, value in asdict(self).items() if name != "lines"}
+        return {"schema": SCHEMA, "verdict": self.verdict, **values}
 
     def __str__(self) -> str:
-        limits = ", ".join(f"{k} <= {v}" for k, v in self.budget.items()) or "none"
-        lines = [
-            f"budget           {limits}",
-            f"passes           {', '.join(self.passes) or 'none'}",
-            f"trained tensors  {self.trained} of {self.trainable}",
-            f"FLOPs per step   {self.full_step_flops:,} -> {self.step_flops:,} ({self.flops_ratio:.1%})",
-            f"  at batch       {self.batch_size}",
-            f"  forward        {self.forward_flops:,}",
-            f"  backward       {self.backward_flops:,} -> {self.step_flops - self.forward_flops:,}",
-        ]
-        if self.selection is not None:
-            lines += selection_lines(self.selection)
-        elif self.importance:
-            lines.append(f"importance       {self.importance}; selected by {self.solver}")
-        lines.append(f"approximations   {'; '.join(self.approximations) or 'none'}")
-        lines.append(f"batch size       {self.batch}; kernels as on {self.device}; backend {self.backend}")
-        lines.append(
-            f"overhead         {self.captures} captures {self.capture_seconds:.1f} s, selection {self.select_seconds:.1f} s, "
-            f"{self.compilations} compilations {self.compile_seconds:.1f} s (passes {self.rewrite_seconds:.2f} s)"
-        )
-        if self.plan is not None:
-            lines += plan_lines(self.plan)
-        lines += self.lines
-        lines.extend(f"left alone       {name}: {reason}" for name, reason in self.left_alone.items())
-        lines.extend(f"note             {note}" for note in self.notes)
-        return "\n".join(lines)
+        return report_text(self)
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.verdict}>"
 
 
 def make_report(
@@ -180,5 +171,6 @@ def make_report(
         sections={name: dict(section.facts) for name, section in sections.items() if section.facts},
         left_alone={name: why for section in sections.values() for name, why in section.left_alone.items()},
         selection=summarise_selection(plan, captured),
+        tensors=tensor_rows(plan, graph, captured, flops, ratio),
         lines=[line for section in sections.values() for line in section.lines],
     )

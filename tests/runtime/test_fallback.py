@@ -255,7 +255,7 @@ def test_a_pass_that_raises_later_does_not_end_training() -> None:
     with warnings_of() as texts:
         assert_close(gradients_of(model, lambda _: opt(*few)), eager_gradients(model, few))
     assert "KeyError" in texts[0]
-    assert texts[0] in str(opt.report)
+    assert texts[0] in " ".join(str(opt.report).split())
     fussy.broken = False
     opt(*inputs)
     assert opt.last_step is not None

@@ -1,0 +1,163 @@
+"""A row per tensor: what its gradient costs, what training it is worth, and why it is trained or not."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.graph import TrainingGraph
+from graphopt.planner.costs import BackwardCosts, backward_costs
+from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.plan import Plan
+from graphopt.report.units import in_percent
+
+Status = Literal["trained", "frozen", "unused", "not given", "worth nothing", "out of reach", "does not fit", "left out"]
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One parameter of the model.
+
+    Attributes:
+        name, shape: of the parameter.
+        trained: whether its gradient is computed.
+        weight_grad_flops: t_dw, FLOPs of its own gradient.
+        input_grad_flops: t_dy, FLOPs of passing the gradient through its layer to those below.
+        extra: the part of a full step's FLOPs that would be saved without it, if it is trained; that it would add, if it is not.
+            What exact passes save before tensors are selected, as by dead rows, is allowed for.
+        importance: by which tensors were selected, scaled to a maximum of 1; None where it was not rated.
+        value: the same as a part of all tensors' together.
+        status: why it is trained or not, in a word; `why` says it with figures.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    weight_grad_flops: int
+    input_grad_flops: int
+    extra: float
+    importance: float | None
+    value: float | None
+    status: Status
+    why: str
+
+
+def tensor_rows(plan: Plan, graph: TrainingGraph, captured: FlopProfile, flops: FlopProfile, ratio: float) -> list[TensorRow]:
+    """Every parameter, in the order of the model.
+
+    Args:
+        graph: that the plan was made on.
+        captured: FLOPs of full training, at the captured batch size.
+        flops: the same at the batch size of the report.
+        ratio: FLOPs of the step over full training's.
+    """
+    selecting = _once(plan, graph, captured)
+    trained = frozenset(selecting.names) if plan.train is None else plan.train & frozenset(selecting.names)
+    extra, alone = _marginal(selecting, trained)
+    full = backward_costs(captured)
+    values = {} if plan.importance is None else plan.importance.values
+    total = math.fsum(max(0.0, value) for value in values.values()) or 1.0
+    wanted = {p.name: p.trainable for p in graph.parameters}
+    left = math.inf if plan.budget.flops is None else plan.budget.flops - ratio
+    rows = []
+    for row in flops.tensors:
+        importance = values.get(row.name)
+        value = None if importance is None else max(0.0, importance) / total
+        fact = _Fact(full.part(extra.get(row.name, 0)), full.part(selecting.forward_flops + alone.get(row.name, 0)), value)
+        if row.name in trained:
+            status, why = _why_trained(plan, fact)
+        elif row.name not in alone:
+            status, why = _without_gradient(wanted.get(row.name, False))
+        else:
+            status, why = _why_not(plan, fact, importance, left)
+        rows.append(
+            TensorRow(
+                row.name, row.shape, row.name in trained, row.weight_grad_flops, row.input_grad_flops, fact.extra, importance,
+                value, status, why,
+            )
+        )  # fmt: skip
+    return rows
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """Of one tensor: the FLOPs that it adds and those of a step that trains it alone, as parts of a full step's; its value."""
+
+    extra: float
+    alone: float
+    value: float | None
+
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[str, ...], BackwardCosts]] = weakref.WeakKeyDictionary()
+
+
+def _once(plan: Plan, graph: TrainingGraph, captured: FlopProfile) -> BackwardCosts:
+    """The selection problem of a plan; a report may be asked for in every step."""
+    found = _known.setdefault(graph.module, {})
+    passes = tuple(p.name for p in plan.passes)
+    if passes not in found:
+        found[passes] = FlopsLimit(plan, graph, captured).costs
+    return found[passes]
+
+
+def _marginal(costs: BackwardCosts, trained: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """By tensor, the backward FLOPs that nothing else that is trained needs, and those of training it alone."""
+    extra, alone = dict.fromkeys(costs.names, 0), dict.fromkeys(costs.names, 0)
+    inside = {k for k, name in enumerate(costs.names) if name in trained}
+    for members, flops in costs.classes:
+        needing = members & inside
+        for k in members:
+            alone[costs.names[k]] += flops
+            if not needing or needing == {k}:
+                extra[costs.names[k]] += flops
+    return extra, alone
+
+
+def _without_gradient(wanted: bool) -> tuple[Status, str]:
+    if wanted:
+        return "unused", "no gradient of the loss reaches it"
+    return "frozen", "the model itself freezes it (requires_grad is False)"
+
+
+def _why_trained(plan: Plan, fact: _Fact) -> tuple[Status, str]:
+    if plan.train is None:
+        return "trained", "everything is trained"
+    if plan.selection is None and fact.value is None:
+        return "trained", "given to be trained"
+    worth = "" if fact.value is None else f"{in_percent(fact.value)} of the value "
+    return "trained", f"chosen: {worth}for {in_percent(fact.extra)} of the FLOPs"
+
+
+def _why_not(plan: Plan, fact: _Fact, importance: float | None, left: float) -> tuple[Status, str]:
+    if plan.selection is None and plan.importance is None:
+        return "not given", "not among the tensors given to be trained"
+    if importance is not None and importance < 0:
+        return "worth nothing", "its next step would raise the loss on the example batch"
+    if importance == 0:
+        return "worth nothing", "the optimizer does not hold it, or its gradient is zero"
+    if plan.budget.flops is not None and fact.alone > plan.budget.flops and fact.extra > left:
+        return "out of reach", f"training it alone would take {in_percent(fact.alone)} of a full step's FLOPs"
+    if fact.extra > left:
+        return (
+            "does not fit",
+            f"it would add {in_percent(fact.extra)} of a full step's FLOPs; {in_percent(max(0.0, left))} is left",
+        )
+    return "left out", f"what is trained is worth more within the {_limits(plan)}"
+
+
+def _limits(plan: Plan) -> str:
+    return " and ".join(sorted(plan.budget.stated())) or "budget"
+
+
+def counted(rows: list[TensorRow]) -> Mapping[str, int]:
+    """How many tensors have each status, in the order of `Status`."""
+    found = dict.fromkeys(Status.__args__, 0)  # type: ignore[attr-defined]
+    for row in rows:
+        found[row.status] += 1
+    return {status: count for status, count in found.items() if count}
