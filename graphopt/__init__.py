@@ -1,7 +1,8 @@
 """graphopt: the same training, cheaper.
 
-`optimize` turns a model into one whose training step is compiled under a budget; `analyze` counts what a step costs in
-FLOPs and bytes; `plan` says how to train on given devices.
+`optimize` turns a model into one whose training step is compiled under a budget, and `prepare` has a training loop of your own
+run it; `analyze` counts what a step costs in FLOPs and bytes; `pareto` says what each budget buys, `plan` how to train on given
+devices. `dir(graphopt)` is all of it. torch is loaded when the first of these names is used.
 
 The house, room by room:
 
@@ -10,15 +11,14 @@ The house, room by room:
 * `capture`, `graph`, `transforms`, `specialise`, `lower`: the joint graph itself, and how it is edited, verified and run alone.
 * `analysis` counts FLOPs and bytes; `planner` decides what is trained and how budgets are met.
 * `passes` are the techniques, a room for each: `technique` has their hooks, `state` what they keep while training goes on.
-* `runtime` is the optimised model, its checkpoints and controllers; `integrations` the Trainer and `backend="graphopt"`.
+* `runtime` is the optimised model, its checkpoints and controllers; `integrations` training loops and `backend="graphopt"`.
 * `report` and `cli` show; `testing` holds passes to their contracts; `bench` measures; `compat` has every non-public torch API.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from graphopt import errors, passes
-from graphopt.api import Analysis, analyze, optimize, plan
-from graphopt.budget import Budget
+from graphopt import errors
 from graphopt.errors import (
     BudgetError,
     CaptureError,
@@ -29,11 +29,15 @@ from graphopt.errors import (
     PassError,
     TorchVersionError,
 )
-from graphopt.runtime.controllers import MergeController, SelectionController
-from graphopt.runtime.module import OptimizedModule
 
 if TYPE_CHECKING:
+    from graphopt import passes as passes, testing as testing
+    from graphopt.api import Analysis, analyze, optimize, pareto, plan
+    from graphopt.budget import Budget
+    from graphopt.integrations.prepare import prepare
     from graphopt.integrations.trainer import TrainerCallback as TrainerCallback
+    from graphopt.runtime.controllers import MergeController, SelectionController
+    from graphopt.runtime.module import OptimizedModule
 
 __version__ = "0.1.0"
 
@@ -54,15 +58,39 @@ __all__ = [
     "analyze",
     "errors",
     "optimize",
+    "pareto",
     "passes",
     "plan",
+    "prepare",
+    "testing",
 ]
+
+_HOMES = {
+    "Analysis": "graphopt.api",
+    "Budget": "graphopt.budget",
+    "MergeController": "graphopt.runtime.controllers",
+    "OptimizedModule": "graphopt.runtime.module",
+    "SelectionController": "graphopt.runtime.controllers",
+    "TrainerCallback": "graphopt.integrations.trainer",  # needs transformers, which graphopt does not: not in __all__
+    "analyze": "graphopt.api",
+    "optimize": "graphopt.api",
+    "pareto": "graphopt.api",
+    "plan": "graphopt.api",
+    "prepare": "graphopt.integrations.prepare",
+}
+"""Where names are that are looked up when first asked for, as all of these load torch."""
 
 
 def __getattr__(name: str) -> Any:
-    """`TrainerCallback` when first asked for: it needs transformers, which graphopt does not."""
-    if name == "TrainerCallback":
-        from graphopt.integrations.trainer import TrainerCallback
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in ("passes", "testing"):
+        found = importlib.import_module(f"graphopt.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
 
-        return TrainerCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "TrainerCallback", "__version__"])

@@ -27,7 +27,8 @@ class Diverted:
 
     Attributes:
         original: the forward as it was.
-        run: computes training steps (training mode, gradients enabled); None: the original does.
+        run: computes training steps (gradients enabled, and training mode unless `in_eval`); None: the original does.
+        in_eval: whether calls in eval mode with gradients enabled are training steps, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,6 +36,7 @@ class Diverted:
         self.model = model
         self.original = model.forward
         self.run: Run | None = None
+        self.in_eval = False
         self._before = model.__dict__.get("forward")
         self._inside = False
         diversion = self
@@ -96,7 +98,8 @@ class Diverted:
                 attributes["forward"] = outside
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.run is None or self._inside or not (self.model.training and torch.is_grad_enabled()):
+        trains = torch.is_grad_enabled() and (self.model.training or self.in_eval)
+        if self.run is None or self._inside or not trains:
             return self.original(*args, **kwargs)
         with self.set_aside():
             return self.run(self.original, args, kwargs)

@@ -17,16 +17,15 @@ import transformers
 from torch import nn
 from transformers.trainer_callback import CallbackHandler
 
-from graphopt.api import optimize
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
 from graphopt.errors import GraphoptError, InputError, PassError
+from graphopt.integrations.asked import Asked, begin, own_optimizer
 from graphopt.integrations.buckets import bucketed
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
-from graphopt.lower import Backend, check_backend
-from graphopt.passes import Pass, Preserves
-from graphopt.planner.plan import resolve_passes
+from graphopt.lower import Backend
+from graphopt.passes import Pass
 from graphopt.runtime.module import OptimizedModule
 
 __all__ = ["STATE_FILE", "TrainerCallback", "bucketed"]
@@ -75,15 +74,11 @@ class TrainerCallback(transformers.TrainerCallback):
         Raises:
             BudgetError, InputError, PassError: as `optimize`; lsp is only possible with a model from `optimize`.
         """
-        self.given = budget if isinstance(budget, OptimizedModule) else None
-        self.budget = Budget() if isinstance(budget, OptimizedModule) else Budget.of(budget)
-        self.passes, self.backend, self.batch_dim = passes, backend, batch_dim
-        if reselect_every is not None and reselect_every < 1:
-            raise InputError(f"reselect_every={reselect_every} must be at least 1 optimizer step.")
-        check_backend(backend)
-        if self.given is None and any(p.preserves is Preserves.PROJECTED for p in resolve_passes(passes, self.budget)):
+        given = budget if isinstance(budget, OptimizedModule) else None
+        stated = Budget() if isinstance(budget, OptimizedModule) else Budget.of(budget)
+        self.asked = Asked(stated, passes, backend, batch_dim, None, reselect_every, given)
+        if given is None and self.asked.compresses:
             raise PassError(_COMPRESSES)
-        self.reselect_every = reselect_every
         self._diverted: Diverted | None = None
         self._steps: TrainingSteps | None = None
 
@@ -109,32 +104,24 @@ class TrainerCallback(transformers.TrainerCallback):
         _ahead_of_reports(self)
         diverted = self._divert(kwargs["model"])
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        if self.given is not None and _own_optimizer(self.given) and args.max_grad_norm:
+        asked = self.asked
+        if asked.given is not None and own_optimizer(asked.given) and args.max_grad_norm:
             raise InputError(
                 "the Trainer clips the gradients of model.parameters(), and compressed ones are not among them: set "
                 "max_grad_norm=0."
             )
         every = None
-        if (self.budget if self.given is None else self.given.budget).flops is not None:
-            every = self.reselect_every or _steps_per_epoch(args, kwargs.get("train_dataloader"))
+        if asked.reselects:
+            every = asked.reselect_every or _steps_per_epoch(args, kwargs.get("train_dataloader"))
         resumed = _checkpoint(args, state) if state.global_step > 0 else None
 
-        def make(batch: Any) -> Any:
-            opt = self.given
-            if opt is None:
-                opt = optimize(
-                    diverted.model, batch, self.budget, self.passes, self.backend, optimizer=optimizer, batch_dim=self.batch_dim
-                )
-                if isinstance(opt, OptimizedModule) and _own_optimizer(opt):
-                    raise PassError(_COMPRESSES)
-            if isinstance(opt, OptimizedModule):
-                opt.controllers.add(steps.savings)
-                if resumed is not None:
-                    _resume(opt, resumed, steps)
-            return opt
+        def made(opt: OptimizedModule, steps: TrainingSteps) -> None:
+            if asked.given is None and own_optimizer(opt):
+                raise PassError(_COMPRESSES)
+            if resumed is not None:
+                _resume(opt, resumed, steps)
 
-        steps = TrainingSteps(diverted, make, optimizer, every, state.global_step)
-        self._steps, diverted.run = steps, steps
+        self._steps = begin(asked, diverted, optimizer, every, made, done=state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave out a step whose loss is not finite: it would make every weight NaN."""
@@ -149,7 +136,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Select anew and adapt sampling, where it is time."""
         if self._steps is None:
             return
-        if self.opt is not None and _own_optimizer(self.opt):
+        if self.opt is not None and own_optimizer(self.opt):
             self.opt.zero_grad()  # the Trainer clears only what model.parameters() has
         self._steps.after_step(last=state.global_step >= state.max_steps)
 
@@ -178,17 +165,13 @@ class TrainerCallback(transformers.TrainerCallback):
         self.detach()
 
     def _divert(self, model: nn.Module) -> Diverted:
-        if self.given is not None and self.given._modules is not model._modules:  # it shares them with its model
+        given = self.asked.given
+        if given is not None and given._modules is not model._modules:  # it shares them with its model
             raise InputError("TrainerCallback(opt): `opt` was made from another model than the Trainer's.")
         if self._diverted is None or self._diverted.model is not model or not self._diverted.outermost:
             self.detach()
             self._diverted = Diverted.of(model)
         return self._diverted
-
-
-def _own_optimizer(opt: OptimizedModule) -> bool:
-    """Whether a technique's gradients need the optimizer that `opt.make_optimizer` makes."""
-    return any(state.own_optimizer for state in opt.states.values())
 
 
 def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:

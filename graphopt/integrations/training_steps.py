@@ -111,6 +111,7 @@ class TrainingSteps:
         optimizer: torch.optim.Optimizer | None,
         reselect_every: int | None,
         done: int = 0,
+        by_batches: bool = False,
     ) -> None:
         """Set up; `diverted.run = steps` puts it to work.
 
@@ -119,6 +120,7 @@ class TrainingSteps:
             optimizer: rates tensors when they are selected anew.
             reselect_every: optimizer steps between selections; None: never.
             done: optimizer steps before these, of a run that is resumed.
+            by_batches: `reselect_every` is a number of batches, of which an optimizer step may take several.
         """
         self.opt: OptimizedModule | None = None
         self.savings = Savings()
@@ -133,6 +135,8 @@ class TrainingSteps:
         self._failed: set[Any] = set()
         self._warned: set[str] = set()
         self._losses: list[Tensor] = []
+        self._by_batches = by_batches
+        self._batches = 0
         self._gave_up = False
         for due in (self.due, self.merges_due):
             if due is not None:
@@ -143,6 +147,7 @@ class TrainingSteps:
         batch = _as_batch(original, args, self._numbers.as_tensors(kwargs))
         output = self._optimised(batch)
         self.savings.steps += 1
+        self._batches += 1
         if output is None:
             self.savings.last = 1.0
             self.savings.original += 1
@@ -214,7 +219,9 @@ class TrainingSteps:
         Args:
             last: of the training, after which nothing is selected anew.
         """
-        reselect = self.due is not None and self.due.after_step() and not last
+        count, self._batches = self._batches if self._by_batches else 1, 0
+        self._losses.clear()
+        reselect = self.due is not None and self.due.after_step(count) and not last
         merges = self.merges_due.after_step()
         if self.opt is None or self._batch is None or self._gave_up:
             return

@@ -32,10 +32,10 @@ class Every:
         self.every = every
         self.steps = 0
 
-    def after_step(self) -> bool:
-        """Count a step; whether it is the last of `every`."""
-        self.steps += 1
-        return self.steps % self.every == 0
+    def after_step(self, count: int = 1) -> bool:
+        """Count a step, or several; whether the last of `every` is among them."""
+        before, self.steps = self.steps, self.steps + count
+        return self.steps // self.every > before // self.every
 
     @property
     def remaining(self) -> int:

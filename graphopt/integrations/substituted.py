@@ -1,0 +1,104 @@
+"""The user's optimizer until the plan is known, and then, in the same object, the one that steps compressed gradients."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphopt.runtime.module import OptimizedModule
+
+logger = logging.getLogger("graphopt")
+
+
+class Substituted(torch.optim.Optimizer):
+    """Passes on to `inner`, which a learning-rate scheduler or a GradScaler that holds this object never sees change.
+
+    Attributes:
+        inner: the user's optimizer, or from `substitute` on the one of `opt.make_optimizer`.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self._to_load: dict[str, Any] | None = None
+        self._settled = False
+        super().__init__([{"params": list(group["params"])} for group in inner.param_groups], dict(inner.defaults))
+        self._follow()
+
+    def _follow(self) -> None:
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def substitute(self, opt: OptimizedModule) -> None:
+        """Have the gradients that `opt` compresses stepped, too, with the options that every group has now.
+
+        Raises:
+            InputError: see `OptimizedModule.make_optimizer`.
+        """
+        kind, before = type(self.inner), self.inner
+        known = inspect.signature(kind).parameters
+        groups = [{**group, "params": list(group["params"])} for group in before.param_groups]
+        if before.state:
+            logger.warning("gradients are compressed from now on: the states of %s start anew.", kind.__name__)
+        self.inner = opt.make_optimizer(kind, groups, **{k: v for k, v in before.defaults.items() if k in known})
+        logger.warning(
+            "gradients are compressed, and model.parameters() does not hold them: where your loop clips, have it clip the "
+            "parameters in optimizer.param_groups."
+        )
+        self.settle()
+
+    def settle(self) -> None:
+        """The optimizer stays what it is now; a state that was to be loaded is loaded, but for options that changed since."""
+        self._settled = True
+        if self._to_load is not None:
+            now = list(map(_options, self.param_groups))
+            self.inner.load_state_dict(self._to_load)
+            self._to_load = None
+            for group, options in zip(self.inner.param_groups, now, strict=True):
+                group.update(options)
+        self._follow()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As of torch optimizers."""
+        if not self._settled:  # the first batch could not be optimised
+            self.settle()
+        return self.inner.step() if closure is None else self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of torch optimizers."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of torch optimizers."""
+        if not hasattr(self, "defaults"):
+            super().add_param_group(param_group)
+        elif "param_groups" in vars(self) and self.param_groups is self.inner.param_groups:
+            self.inner.add_param_group(param_group)
+            self._follow()
+        else:  # while the base class is set up
+            super().add_param_group(param_group)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Everything that is stepped, for `torch.nn.utils.clip_grad_norm_`."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of torch optimizers; of compressed gradients, see `SubspaceOptimizer`."""
+        return self.inner.state_dict() if self._to_load is None else self._to_load
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of torch optimizers; before the first batch it waits for that, which tells whose state it is."""
+        if not self._settled:
+            self._to_load = state_dict
+            for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+                group.update(_options(saved))  # which schedulers, made next, begin with
+            return
+        self.inner.load_state_dict(state_dict)
+        self._follow()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
