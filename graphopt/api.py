@@ -41,6 +41,7 @@ from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
+from graphopt.runtime.stages import stage
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def optimize(
         BudgetError, InputError, PassError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
     """
     budget = Budget.of(budget)
+    _require_module(model)
     if switched_off():
         return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
     chosen = resolve_passes(passes, budget)
@@ -106,7 +108,8 @@ def optimize(
             chosen = for_parts(chosen, passes == "auto")
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
-        plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, not_separable, auto)
+        with stage("plan"):
+            plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, not_separable, auto)
     seconds = time.perf_counter() - start - capture_seconds
     opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph)
     if recording is not None:
@@ -194,9 +197,9 @@ def analyze(
     options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}
 
     def measure_memory() -> MemoryProfile:
-        if backend != "eager":
-            return step_memory(graph, backend, optimizer, **options)  # type: ignore[arg-type]
-        with _training_mode(model):
+        with stage("memory"), _training_mode(model):
+            if backend != "eager":
+                return step_memory(graph, backend, optimizer, **options)  # type: ignore[arg-type]
             return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)  # type: ignore[arg-type]
 
     return Analysis(profile, graph, device, measure_memory)
@@ -303,6 +306,7 @@ def pareto(
 @contextlib.contextmanager
 def _training_mode(model: nn.Module) -> Iterator[None]:
     """A model that arrives in eval mode, as `from_pretrained` leaves it, is looked at as it will be trained."""
+    _require_module(model)
     if model.training:
         yield
         return
@@ -313,6 +317,11 @@ def _training_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, flag in flags.items():
             module.training = flag
+
+
+def _require_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
 
 
 def _require_one_replica(model: nn.Module) -> None:

@@ -11,6 +11,8 @@ from graphopt.errors import BudgetError
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 
+_MOST = 2**62  # bytes; sums of more would leave 64 bits
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -72,6 +74,6 @@ def parse_bytes(value: int | str) -> int:
             amount = float(match.group(1)) * _UNITS[unit]
     elif _is_number(value):
         amount = value
-    if amount < 1:
+    if not 1 <= amount < _MOST:
         raise BudgetError(f"memory={value!r} must be a positive number of bytes, or a text such as '24GiB' or '800MB'.")
     return int(amount)

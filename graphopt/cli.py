@@ -1,34 +1,52 @@
-"""The `graphopt` command: analyze, optimize, demo, bench."""
+"""The `graphopt` command. torch is imported by what a command does, so that help is there at once."""
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from graphopt.bench.commands import bench_app
-from graphopt.cli_options import AsJson, make_folder_of
-from graphopt.errors import GraphoptError
+from graphopt.cli_options import (
+    AsJson,
+    Backend,
+    Batch,
+    CompiledBackend,
+    Length,
+    Model,
+    Optimizer,
+    Quiet,
+    make_folder_of,
+    stages_told,
+)
+from graphopt.errors import GraphoptError, InputError
 
 app = typer.Typer(
     name="graphopt",
-    help="The same training, cheaper: a compiler for the joint forward and backward graph of PyTorch models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
 
-Model = Annotated[str, typer.Argument(help="A Hugging Face folder or config file (never downloaded), or package.module:factory.")]
-Batch = Annotated[int, typer.Option(min=1, help="Samples in the example batch.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens per sample, for text models.")]
-Backend = Annotated[str, typer.Option(help="Whose memory: inductor, aot_eager, or eager for the uncompiled model.")]
-Optimizer = Annotated[str, typer.Option(help="Whose states: sgd, momentum, adam, adamw, adamw8bit, ..., or none.")]
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"graphopt {metadata.version('graphopt')}, torch {metadata.version('torch')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print versions.")] = False,
+) -> None:
+    """The same training, cheaper: a compiler for the joint forward and backward graph of PyTorch models."""
 
 
 @app.command()
@@ -36,30 +54,37 @@ def analyze(
     model: Model,
     batch: Batch = 4,
     length: Length = 512,
-    cost: Annotated[str, typer.Option(help="exact (operators of the graph) or paper (GreenTrainer's own rules).")] = "exact",
-    top: Annotated[int, typer.Option(min=0, help="Tensors to list, the costliest first; 0 lists all in order.")] = 20,
+    cost: Annotated[
+        Literal["exact", "paper"], typer.Option(help="Counted by the operators of the graph, or by GreenTrainer's own rules.")
+    ] = "exact",
+    top: Annotated[
+        int | None, typer.Option(min=0, help="Tensors to list, the costliest first; 0: all in order. By default 20, in JSON all.")
+    ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Show the peak memory and what makes it, instead of FLOPs.")] = False,
     plot: Annotated[Path | None, typer.Option(help="With --memory: write the timeline as a PNG here.")] = None,
     backend: Backend = "inductor",
     optimizer: Optimizer = "adamw",
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Count the FLOPs of a training step per tensor, or its bytes; allocates no weights."""
+    if plot is not None and not memory:
+        raise InputError("--plot draws the timeline of the memory: add --memory.")
+    make_folder_of(plot)
     import graphopt
     from graphopt.integrations.models import load
 
-    make_folder_of(plot)
-    console = Console(stderr=True)
-    with console.status("loading and tracing the model"):
+    states = _named(optimizer)
+    with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
-        states = _named(optimizer)
-        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)  # type: ignore[arg-type]
+        analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)
         flops = analysis.flops
         if memory:
             from graphopt.report.memory import memory_dict, plot_timeline, show_memory
 
             profile, title = analysis.memory, f"{model}, batch {batch}, {backend}, {optimizer}"
     if memory:
+        top = 20 if top is None else top
         if plot is not None:
             plot_timeline(profile, plot, title)
         if as_json:
@@ -68,16 +93,17 @@ def analyze(
             show_memory(profile, Console(), title, top)
         return
     rows = list(flops.tensors)
+    most = (None if as_json else 20) if top is None else top
+    shown = sorted(rows, key=lambda r: -(r.weight_grad_flops + r.input_grad_flops))[:most] if most else rows
     if as_json:
         figures = {"forward": flops.forward, "backward": flops.backward, "step": flops.step}
         columns = ("name", "shape", "weight_grad_flops", "input_grad_flops")
-        tensors = [{column: getattr(row, column) for column in columns} for row in rows]
+        tensors = [{column: getattr(row, column) for column in columns} for row in shown]
         print(json.dumps({"model": model, "batch": batch, "cost": cost, **figures, "tensors": tensors}, indent=1))
         return
     table = Table(title=f"{model}, batch {batch}: GFLOPs of one step (2 per multiply-add), cost={cost}")
     for column in ("tensor", "shape", "own gradient (t_dw)", "passing it on (t_dy)"):
         table.add_column(column, justify="left" if column == "tensor" else "right")
-    shown = sorted(rows, key=lambda r: -(r.weight_grad_flops + r.input_grad_flops))[:top] if top else rows
     for r in shown:
         shape = "x".join(map(str, r.shape))
         table.add_row(r.name, shape, f"{r.weight_grad_flops / 1e9:,.3f}", f"{r.input_grad_flops / 1e9:,.3f}")
@@ -103,6 +129,7 @@ def plan(
     backend: Backend = "inductor",
     optimizer: Optimizer = "adamw",
     plot: Annotated[Path | None, typer.Option(help="Write the memory timeline of one device as a PNG here.")] = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Say how to train a model on given devices: strategy, batch and why; allocates no weights."""
@@ -113,10 +140,10 @@ def plan(
 
     check_devices(devices, device_memory, tensor_parallel, margin)
     make_folder_of(plot)
-    console = Console(stderr=True)
-    with console.status("loading and tracing the model"):
+    states = _named(optimizer)
+    with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
-        profile = graphopt.analyze(loaded, inputs, backend=backend, optimizer=_named(optimizer)).memory  # type: ignore[arg-type]
+        profile = graphopt.analyze(loaded, inputs, backend=backend, optimizer=states).memory
     found = plan_devices(
         profile,
         devices,
@@ -135,17 +162,23 @@ def plan(
 
 
 def _named(optimizer: str) -> str | None:
-    return None if optimizer == "none" else optimizer
+    """As the functions take it; an unknown one is refused before anything is loaded."""
+    from graphopt.analysis.optimizers import check_optimizer
+
+    name = None if optimizer == "none" else optimizer
+    check_optimizer(name)
+    return name
 
 
 @app.command()
 def pareto(
     model: Model,
     batch: Batch = 4,
-    length: Length = 32,
-    backend: Annotated[str, typer.Option(help="Whose memory: inductor or aot_eager.")] = "aot_eager",
+    length: Length = 512,
+    backend: CompiledBackend = "inductor",
     optimizer: Optimizer = "adamw",
     plot: Annotated[Path | None, typer.Option(help="Also draw the plans as a PNG.")] = None,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """What a training step can cost: the best plans over FLOPs, memory and the importance that they keep."""
@@ -160,10 +193,11 @@ def pareto(
     from graphopt.report.pareto import plot_points, show_points, show_worth
 
     make_folder_of(plot)
-    with Progress(console=Console(stderr=True)) as bar:
+    states = _named(optimizer)
+    with Progress(console=Console(stderr=True), disable=quiet) as bar:
         loaded, inputs = load(model, batch, length, weights=False)
         task = bar.add_task("planning", total=STEPS**2)
-        points = find(loaded, inputs, backend=backend, optimizer=_named(optimizer), advance=lambda: bar.advance(task))
+        points = find(loaded, inputs, backend=backend, optimizer=states, advance=lambda: bar.advance(task))
         curve = worth(loaded, inputs)
     if plot is not None:
         plot_points(points, plot)
@@ -178,24 +212,42 @@ def pareto(
 @app.command()
 def optimize(
     model: Model,
-    budget: Annotated[float, typer.Option(help="FLOPs of a step as a fraction of full training's, in (0, 1].")] = 0.5,
+    budget: Annotated[
+        float | None, typer.Option(help="FLOPs of a step as a part of full training's; 0.5 where no limit is given.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Peak of a step, such as 6GiB.")] = None,
+    variance: Annotated[float | None, typer.Option(help="Variance added, as a part of the batch's own.")] = None,
+    passes: Annotated[str, typer.Option(help="Names with commas, or auto.")] = "auto",
+    optimizer: Optimizer = "adamw",
     out: Annotated[Path, typer.Option(help="Folder for the graphs, the diff per pass, the picture and report.json.")] = Path(
         "out"
     ),
     batch: Batch = 4,
-    length: Length = 32,
-    backend: Annotated[str, typer.Option(help="inductor or aot_eager.")] = "aot_eager",
+    length: Length = 512,
+    backend: CompiledBackend = "inductor",
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Make weights up where there is a config and no weights.")
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the step with eager autograd on the example batch.")] = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Optimise a model for a budget, run one step on random inputs, and dump the graphs."""
     import graphopt
     from graphopt.integrations.models import load
+    from graphopt.planner.plan import resolve_passes
 
-    console = Console(stderr=True)
-    with console.status("optimising"):
-        loaded, inputs = load(model, batch, length, weights=True)
-        opt = graphopt.optimize(loaded.train(), inputs, budget=budget, backend=backend, verify=verify)
+    flops = 0.5 if budget is memory is variance is None else budget
+    limits = graphopt.Budget(flops=flops, memory=memory, variance=variance)
+    named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
+    compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
+    states = _named(optimizer)
+    with stages_told(quiet):
+        loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
+        steps_with = None if compresses or states is None else _made(states, loaded)
+        opt = graphopt.optimize(
+            loaded.train(), inputs, budget=limits, passes=named, backend=backend, optimizer=steps_with, verify=verify
+        )
         _run_once(opt, inputs)
         files = opt.dump(out)
     if as_json:
@@ -204,6 +256,13 @@ def optimize(
     console = Console()
     console.print(str(opt.report), highlight=False)
     console.print(f"wrote {len(files)} files to {out}")
+
+
+def _made(optimizer: str, model: Any) -> Any:
+    from graphopt.analysis.optimizers import named_optimizer
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return named_optimizer(optimizer, trained[0].device)(trained) if trained else None
 
 
 def _run_once(opt: Any, inputs: Any) -> None:

@@ -33,6 +33,10 @@ class ImportanceError(GraphoptError, ValueError):
     """Importance could not be measured, or is not finite."""
 
 
+class NoLoss(ImportanceError):
+    """The model returns no loss that importance could be measured by."""
+
+
 class CheckpointError(GraphoptError, RuntimeError):
     """A checkpoint could not be written."""
 

@@ -14,6 +14,9 @@ from graphopt.errors import ImportanceError
 LossFunction = Callable[[Any], Tensor]
 """From the model's output to a scalar loss."""
 
+PROBED = "sensitivity of the outputs (no scalar loss among them: pass loss= for the real one)"
+"""Where a scalar is from that stands in for a loss."""
+
 _PROBE_SEED = 0x6772
 
 
@@ -36,7 +39,7 @@ def scalar_loss(output: Any, loss: LossFunction | None = None) -> tuple[Tensor, 
     generator = torch.Generator().manual_seed(_PROBE_SEED)
     probes = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
     total = torch.stack([(t * probe).sum().float() for t, probe in zip(outputs, probes, strict=True)]).sum()
-    return total, "sensitivity of the outputs (no scalar loss among them: pass loss= for the real one)"
+    return total, PROBED
 
 
 def own_loss(output: Any, loss: LossFunction | None = None) -> Tensor | None:

@@ -1,16 +1,24 @@
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import graphopt
 from graphopt import cli
+from graphopt.integrations import models
 from tests import zoo
 
 
 def mlp():  # type: ignore[no-untyped-def]
     return zoo.make("mlp", 4)
+
+
+def quits():  # type: ignore[no-untyped-def]
+    raise SystemExit(3)
 
 
 def fails():  # type: ignore[no-untyped-def]
@@ -49,9 +57,8 @@ def test_analyze_a_config_file(monkeypatch, capsys, config) -> None:  # type: ig
 
 def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert run(monkeypatch, capsys, "analyze", "tests.test_cli:mlp")[0] == 0
-    code, out, _ = run(
-        monkeypatch, capsys, "optimize", "tests.test_cli:mlp", "--budget", "0.6", "--out", str(tmp_path / "o"), "--json"
-    )
+    arguments = ("optimize", "tests.test_cli:mlp", "--backend", "aot_eager", "--budget", "0.6", "--out", str(tmp_path / "o"))
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--json")
     assert code == 0
     assert json.loads(out)["flops_ratio"] <= 0.6
     assert {p.name for p in (tmp_path / "o").iterdir()} >= {
@@ -68,8 +75,17 @@ def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None: 
         ["analyze", "nowhere"],
         ["analyze", "tests.test_cli:missing"],
         ["analyze", "no.such.module:x"],
-        ["analyze", "tests.test_cli:mlp", "--cost", "guess"],
         ["analyze", "tests.test_cli:fails"],
+        ["analyze", "tests.test_cli:quits"],
+        ["analyze", "../evil:fine"],
+        ["analyze", ".:fine"],
+        ["analyze", "..:fine"],
+        ["analyze", ":"],
+        ["analyze", "tests.test_cli:mlp", "--plot", "timeline.png"],
+        ["plan", "tests.test_cli:mlp", "--device-memory", "lots"],
+        ["optimize", "tests.test_cli:mlp", "--memory", "lots"],
+        ["optimize", "tests.test_cli:mlp", "--memory", "100B"],
+        ["optimize", "tests.test_cli:mlp", "--passes", "nonsense"],
         ["analyze", "tests.test_cli:mlp", "--memory", "--plot", f"{__file__}/below/a/file.png"],
         ["pareto", "tests.test_cli:mlp", "--plot", f"{__file__}/below/a/file.png"],
         ["optimize", "tests.test_cli:mlp", "--out", f"{__file__}/below/a/file"],
@@ -91,6 +107,127 @@ def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments) -
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["analyze", "tests.test_cli:mlp", "--cost", "guess"],
+        ["analyze", "tests.test_cli:mlp", "--backend", "tpu"],
+        ["plan", "tests.test_cli:mlp", "--optimizer", "nonsense"],
+        ["pareto", "tests.test_cli:mlp", "--backend", "eager"],
+        ["optimize", "tests.test_cli:mlp", "--optimizer", "nonsense"],
+        ["optimize", "tests.test_cli:mlp", "--passes", "nonsense"],
+        ["optimize", "tests.test_cli:mlp", "--variance", "-1"],
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(monkeypatch, capsys, arguments) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    assert run(monkeypatch, capsys, *arguments)[0] == 2
+
+
+def test_a_module_that_cannot_be_imported_is_explained(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "with_a_syntax_error.py").write_text("def made(:\n")
+    (tmp_path / "that_divides.py").write_text("1 / 0\n")
+    (tmp_path / "of_this_folder.py").write_text("from tests.test_cli import mlp as made\n")
+    monkeypatch.chdir(tmp_path)
+    for module, text in (("with_a_syntax_error", "SyntaxError"), ("that_divides", "ZeroDivisionError")):
+        code, _, err = run(monkeypatch, capsys, "analyze", f"{module}:made")
+        assert code == 2
+        assert text in err
+        assert "Traceback" not in err
+    assert run(monkeypatch, capsys, "analyze", "of_this_folder:made")[0] == 0
+
+
+def test_json_lists_as_many_tensors_as_the_table(monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("analyze", str(config), "--length", "8", "--json")
+    found = {top: json.loads(run(monkeypatch, capsys, *arguments, "--top", top)[1])["tensors"] for top in ("2", "0")}
+    assert (len(found["2"]), len(found["0"])) == (2, 21)
+    costs = [row["weight_grad_flops"] + row["input_grad_flops"] for row in found["0"]]
+    assert [row["weight_grad_flops"] + row["input_grad_flops"] for row in found["2"]] == sorted(costs)[:-3:-1]
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--memory", "--backend", "aot_eager", "--top", "2")
+    assert code == 0
+    assert len(json.loads(out)["top"]) == 2
+
+
+def test_the_version_is_told(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = run(monkeypatch, capsys, "--version")
+    assert code == 0
+    assert out.startswith(f"graphopt {graphopt.__version__}, torch ")
+
+
+def test_help_does_without_torch() -> None:
+    """It is what takes seconds to import."""
+    for arguments in (["--help"], ["optimize", "--help"], ["bench", "--help"]):
+        program = (
+            f"import sys; sys.argv = ['graphopt', *{arguments}]\nfrom graphopt import cli\n"
+            "try: cli.main()\n"
+            "finally: print('loaded:', [m for m in ('torch', 'numpy', 'scipy', 'sympy', 'matplotlib') if m in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0
+        assert "Usage" in done.stdout
+        assert "loaded: []" in done.stdout
+
+
+def test_commands_have_equal_defaults() -> None:
+    seen: dict[str, set[object]] = {}
+    for command in (cli.analyze, cli.plan, cli.pareto, cli.optimize):
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name in ("batch", "length", "backend", "optimizer", "quiet", "as_json"):
+                seen.setdefault(name, set()).add(parameter.default)
+    assert {name: len(values) for name, values in seen.items()} == dict.fromkeys(
+        ("batch", "length", "backend", "optimizer", "quiet", "as_json"), 1
+    )
+
+
+def test_weights_are_not_made_up_in_silence(monkeypatch, capsys, config, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("optimize", str(config), "--length", "8", "--backend", "aot_eager", "--out", str(tmp_path), "--json")
+    code, _, err = run(monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert "--random-weights" in err
+    assert "GiB" in err
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--random-weights")
+    assert code == 0
+    assert json.loads(out)["flops_ratio"] <= 0.5
+
+
+def test_optimize_takes_every_limit(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("optimize", "tests.test_cli:mlp", "--backend", "aot_eager", "--out", str(tmp_path), "--json")
+    for more, limits, passes in (
+        (["--memory", "1GiB", "--passes", "recompute", "--optimizer", "sgd"], {"memory": 2**30}, {"recompute"}),
+        (["--variance", "0.5"], {"variance": 0.5}, {"vcas"}),
+        (["--budget", "0.7", "--memory", "1GiB", "--optimizer", "none"], {"flops": 0.7, "memory": 2**30}, {"greentrainer"}),
+        (["--passes", "greentrainer"], {"flops": 0.5}, {"greentrainer"}),
+    ):
+        code, out, err = run(monkeypatch, capsys, *arguments, *more)
+        assert code == 0, err
+        found = json.loads(out)
+        assert found["budget"] == limits
+        assert passes <= {*found["passes"], *found["plan"]["not_needed"]}
+
+
+def test_stages_are_told_with_their_time_unless_quiet(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("optimize", "tests.test_cli:mlp", "--backend", "aot_eager", "--out", str(tmp_path), "--json")
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert code == 0
+    told = dict(re.findall(r"^(\w+) +([\d.]+) s$", err, re.M))
+    assert list(told) == ["capture", "importance", "plan", "compile"]
+    json.loads(out)
+    code, out, err = run(monkeypatch, capsys, *arguments, "--quiet")
+    assert code == 0
+    assert err == ""
+
+
+def test_a_device_of_any_size_has_a_plan(monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("plan", str(config), "--length", "8", "--backend", "aot_eager", "--json")
+    for size in ("9" * 300 + "GiB", "9" * 30 + "GiB"):
+        code, _, err = run(monkeypatch, capsys, *arguments, "--device-memory", size)
+        assert code == 2
+        assert "must be a positive number of bytes" in err
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--device-memory", "1000000GiB")
+    assert code == 0
+    assert json.loads(out)["batch_size"] > 2**30
+
+
 def test_a_broken_config_is_explained(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     for text in ("not json", "{}", '{"model_type": "no-such-type"}', "[1]"):
         path = tmp_path / "config.json"
@@ -110,7 +247,7 @@ def test_optimize_verifies_on_request(monkeypatch, capsys, tmp_path) -> None:  #
     seen = []
     differs = lambda *_: seen.append(1) or "the gradient of x differs"  # noqa: E731
     monkeypatch.setattr("graphopt.runtime.module.OptimizedModule.first_difference", differs)
-    arguments = ("optimize", "tests.test_cli:mlp", "--budget", "0.6", "--out", str(tmp_path), "--json")
+    arguments = ("optimize", "tests.test_cli:mlp", "--backend", "aot_eager", "--budget", "0.6", "--out", str(tmp_path), "--json")
     for more, passes in (([], ["greentrainer", "runlora"]), (["--verify"], [])):
         code, out, _ = run(monkeypatch, capsys, *arguments, *more)
         assert code == 0

@@ -37,6 +37,7 @@ from graphopt.lower import Backend
 from graphopt.passes import PassReport, Preserves
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
+from graphopt.runtime.stages import stage
 from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 
@@ -166,7 +167,8 @@ class PlanBackend:
         """
         start = time.perf_counter()
         host, found = self.host(), CompiledRegion(region, needless=self.needless(values))
-        run = self._compile(module, examples, found, host, values)
+        with stage("compile"):
+            run = self._compile(module, examples, found, host, values)
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
         trained = [p.name for p in region.parameters if p.trainable and self._trains(p.name, host.planned())]

@@ -26,6 +26,7 @@ from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass
 from graphopt.passes.technique import technique
+from graphopt.runtime.stages import stage
 
 
 def planning_graph(
@@ -44,7 +45,8 @@ def planning_graph(
         CaptureError: it is not one graph and has to be, or nothing in it can be planned.
     """
     try:
-        return trace(), None
+        with stage("capture"):
+            return trace(), None
     except (BudgetError, PassError, ImportanceError, TorchVersionError):
         raise
     except Exception as error:
@@ -52,7 +54,8 @@ def planning_graph(
             raise
         reason = first_line(error)
         try:
-            recording = record(model, args, kwargs, batch_dim, reason)
+            with stage("capture"):
+                recording = record(model, args, kwargs, batch_dim, reason)
         except NothingToPlan as second:
             if not runs(model, args, kwargs):
                 raise error from second

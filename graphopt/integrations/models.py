@@ -19,19 +19,20 @@ from graphopt import compat
 from graphopt.errors import GraphoptError, InputError
 
 
-def load(name: str, batch: int, length: int, weights: bool) -> tuple[nn.Module, Any]:
+def load(name: str, batch: int, length: int, weights: bool, random_weights: bool = False) -> tuple[nn.Module, Any]:
     """Resolve `name` to a model and one batch of inputs.
 
     Args:
         name: a Hugging Face folder, a config file, or `package.module:factory`; a factory returns a model and its inputs.
         batch, length: samples, and tokens per sample for text models; a factory chooses its own.
         weights: False builds the model without memory for its weights.
+        random_weights: make them up where they are wanted and a Hugging Face folder or file has none.
     Raises:
         InputError: says what is wrong with `name`.
     """
     path = Path(name)
     if path.exists():
-        return _from_hugging_face(path, batch, length, weights)
+        return _from_hugging_face(path, batch, length, weights, random_weights)
     if ":" in name:
         return _from_factory(name, weights)
     raise InputError(f"{name!r} is neither a folder, a config file, nor package.module:factory.")
@@ -39,22 +40,29 @@ def load(name: str, batch: int, length: int, weights: bool) -> tuple[nn.Module, 
 
 def _from_factory(name: str, weights: bool) -> tuple[nn.Module, Any]:
     module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
+        raise InputError(f"{name!r} is not of the form package.module:factory.")
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it, and the installed command has not
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InputError(f"cannot import {name!r}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise InputError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
     try:
         made = factory() if callable(factory) else factory
     except GraphoptError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"{name} failed with {type(error).__name__}: {error}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise InputError(f"{name} must return (model, example_inputs), not {type(made).__name__}.")
     return made
 
 
-def _from_hugging_face(path: Path, batch: int, length: int, weights: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+def _from_hugging_face(
+    path: Path, batch: int, length: int, weights: bool, random_weights: bool
+) -> tuple[nn.Module, dict[str, Tensor]]:
     try:
         import transformers
     except ImportError as error:
@@ -82,10 +90,18 @@ def _from_hugging_face(path: Path, batch: int, length: int, weights: bool) -> tu
     try:
         if weights and saved:
             return model_class.from_pretrained(path, local_files_only=True), _inputs(model_class, config, batch, length)
-        mode = contextlib.nullcontext() if weights else compat.new_fake_mode()
-        with mode:
+        if weights and not random_weights:
+            with compat.new_fake_mode():
+                size = sum(p.numel() * p.element_size() for p in model_class._from_config(config).parameters())
+            raise InputError(
+                f"{path} has no weights, and this runs a step: name a folder that has them, or make {size / 2**30:.2f} GiB of "
+                "random ones with --random-weights."
+            )
+        with contextlib.nullcontext() if weights else compat.new_fake_mode():
             model = model_class._from_config(config)
             return model.train(), _inputs(model_class, config, batch, length)
+    except InputError:
+        raise
     except (ValueError, TypeError, OSError, RuntimeError, AttributeError) as error:
         raise InputError(f"cannot build {model_class.__name__} from {file}: {error}") from error
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphopt.calls import flatten_call
 from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
-from graphopt.errors import ImportanceError, first_line
+from graphopt.errors import ImportanceError, NoLoss, first_line
 from graphopt.loss import LossFunction, own_loss
 
 
@@ -49,7 +49,7 @@ def gradient_norms(
     with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
         value = own_loss(own(*args, **kwargs), loss)
         if value is None:
-            raise ImportanceError("the model returns no loss: pass loss= to have its gradient count.")
+            raise NoLoss("the model returns no loss: pass loss= to have its gradient count.")
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     norms = {name: _norm(gradient) for name, gradient in zip(parameters, gradients, strict=True)}
     bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)

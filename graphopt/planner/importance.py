@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.errors import ImportanceError
-from graphopt.loss import LossFunction, scalar_loss
+from graphopt.loss import PROBED, LossFunction, scalar_loss
 
 Metric = Literal["loss", "update", "gradient"]
 """What the importance of a tensor is (GreenTrainer, Table 4): "loss", -<dw, g> (Eq. 6); "update", |dw|_1; "gradient", |g|_1."""
@@ -32,11 +32,13 @@ class Importance:
         values: may be negative (the step would raise the loss); 0 for tensors that were not rated.
         source: what it was computed from, for the report.
         norms: of the gradients that were measured for it, by parameter name.
+        probed: there was no loss, and random gradients of the outputs stood in.
     """
 
     values: dict[str, float]
     source: str
     norms: dict[str, float] = field(default_factory=dict)
+    probed: bool = False
 
     def of(self, names: Iterable[str]) -> float:
         """Of these together; to the last bit the same in whatever order they come, as sets have none."""
@@ -71,6 +73,7 @@ def measure_importance(
     with _on_copies(model, parameters.values()) as run:
         output = run(args, kwargs)
         value, source = scalar_loss(output, loss)
+        probed = source == PROBED
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     if optimizer is None:
         source += ", plain SGD"
@@ -91,7 +94,7 @@ def measure_importance(
         raise ImportanceError(f"importance is not finite (first at {bad}): the loss or its gradient is NaN or infinite.")
     if largest == 0.0:
         raise ImportanceError("importance is zero everywhere: the loss does not depend on any trainable tensor.")
-    return Importance({n: raw.get(n, 0.0) / largest for n in names}, source)
+    return Importance({n: raw.get(n, 0.0) / largest for n in names}, source, probed=probed)
 
 
 def _rated(metric: Metric, update: Tensor, gradient: Tensor) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphopt.analysis.flops import FlopProfile
-from graphopt.errors import ImportanceError, first_line
+from graphopt.errors import ImportanceError, NoLoss, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import Pass
@@ -19,8 +19,11 @@ from graphopt.passes.technique import Selecting, technique
 from graphopt.planner.capacity import capacity
 from graphopt.planner.gradient_norms import gradient_norms
 from graphopt.planner.importance import Importance, holds, measure_importance
+from graphopt.runtime.stages import stage
 
 logger = logging.getLogger(__name__)
+
+_NO_LOSS = "The model returns no loss for the example batch: put its labels into the batch, or pass loss= to have the loss count."
 
 
 def rate_tensors(
@@ -47,13 +50,21 @@ def rate_tensors(
     """
     selecting, rule = selecting_of(passes), rule_of(passes)
     if selecting is not None and rule == "greentrainer":
-        return measure_importance(model, args, kwargs, reachable, optimizer, loss, selecting.metric)
+        with stage("importance"):
+            measured = measure_importance(model, args, kwargs, reachable, optimizer, loss, selecting.metric)
+        if measured.probed:
+            logger.warning("%s Tensors are rated by random gradients of its outputs.", _NO_LOSS)
+        return measured
     rated, untold = capacity(graph, profile), ""
     if rule == "steepness":
         norms = earlier.norms if earlier is not None else {}
         try:
             if earlier is None:
-                norms = gradient_norms(model, args, kwargs, reachable, loss, shared=_writes_to_no_weight(graph))
+                with stage("importance"):
+                    norms = gradient_norms(model, args, kwargs, reachable, loss, shared=_writes_to_no_weight(graph))
+        except NoLoss as error:
+            untold = f"; gradients do not count: {first_line(error)}"
+            logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)
         except (ImportanceError, RuntimeError) as error:  # too little memory, too: what follows needs no gradients
             untold = f"; gradients do not count: {first_line(error)}"
         rated = capacity(graph, profile, norms=norms)

@@ -21,6 +21,7 @@ from graphopt.compat import pytree
 from graphopt.errors import InputError, first_line
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.plain_values import from_plain, to_plain
+from graphopt.runtime.stages import stage
 
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
@@ -246,7 +247,8 @@ class SamplingController(State):
             return None
         self._late = False
         try:
-            return self._calibrate(batch, batches)
+            with stage("calibrate"):
+                return self._calibrate(batch, batches)
         except InputError:
             raise
         except Exception as error:
