@@ -90,7 +90,7 @@ def _capture(
         raise CaptureError(
             "the model has no trainable parameters: set requires_grad=True on those to be trained before optimize()."
         )
-    model, tensors = _without_storage(model, inputs.tensors)
+    model, tensors = compat.without_storage(model, inputs.tensors)
     with unchanged_rng(tensors), no_generation_cache(model), compat.no_new_globals(Call.forward):
         if batch_size is None:
             return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
@@ -273,40 +273,6 @@ def tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) -
         return list(tensors)
     with torch.no_grad():
         return [t if d is None else torch.cat([t] * repeats, dim=d) for t, d in zip(tensors, dims, strict=True)]
-
-
-def _without_storage(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Meta tensors trace without a backward: replace them by fake ones (shapes without memory) on the CPU."""
-    held = [*model.parameters(), *model.buffers(), *tensors]
-    if compat.fake_mode_of(held) is None and not any(t.is_meta for t in held):
-        return model, tensors
-    return fake_copy(model, tensors)
-
-
-def fake_copy(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
-    """A copy of the model and its inputs on fake tensors, of one fake mode; meta tensors become fake CPU tensors."""
-    held = [*model.parameters(), *model.buffers()]
-    mode = compat.fake_mode_of([*held, *tensors]) or compat.new_fake_mode()
-    memo: dict[int, Any] = {}
-    with mode:
-
-        def fake(t: Tensor) -> Tensor:
-            if compat.fake_mode_of([t]) is not None:
-                return t
-            device = "cpu" if t.is_meta else t.device
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
-
-        for tensor in held:
-            replacement = fake(tensor)
-            if isinstance(tensor, nn.Parameter) and not isinstance(replacement, nn.Parameter):
-                replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
-            memo[id(tensor)] = replacement
-        for module in model.modules():
-            for name, value in vars(module).items():
-                if isinstance(value, Tensor) and name not in ("_parameters", "_buffers"):
-                    memo[id(value)] = fake(value)
-        inputs = [fake(t).requires_grad_(t.requires_grad) for t in tensors]
-    return copy.deepcopy(model, memo), inputs
 
 
 def twin(model: nn.Module, shared: bool = False) -> nn.Module:

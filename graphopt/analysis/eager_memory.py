@@ -19,7 +19,7 @@ from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
 from graphopt.analysis.recording import RecordedStorage, Recording
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import fake_copy, tiled, unchanged_rng
+from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import pytree
 from graphopt.errors import CaptureError, GraphoptError, InputError
 from graphopt.graph import BATCH
@@ -144,7 +144,7 @@ def _block(run: _Run, index: int, storage: RecordedStorage, size: sympy.Expr, en
 def _record(
     model: nn.Module, inputs: Any, tensors: Sequence[Tensor], loss: LossFunction | None, accumulating: bool, keep: bool
 ) -> _Run:
-    fake, fake_inputs = fake_copy(model, tensors)
+    fake, fake_inputs = compat.fake_copy(model, tensors)
     parameters = {n: p for n, p in fake.named_parameters() if p.requires_grad}
     if not parameters:
         raise CaptureError("the model has no trainable parameters: set requires_grad=True on those to be trained.")

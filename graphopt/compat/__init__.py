@@ -31,6 +31,7 @@ from torch.utils.module_tracker import ModuleTracker
 from graphopt.compat.dynamo import is_compile_error as is_compile_error
 from graphopt.compat.fakes import (
     expression as expression,
+    fake_copy as fake_copy,
     fake_like as fake_like,
     fake_mode_of as fake_mode_of,
     fake_with_values as fake_with_values,
@@ -42,6 +43,7 @@ from graphopt.compat.fakes import (
     retrace as retrace,
     run_on_metadata as run_on_metadata,
     unsynced_tracing_context as unsynced_tracing_context,
+    without_storage as without_storage,
 )
 from graphopt.compat.graph_modules import graph_module as graph_module, lazy_graph_modules as lazy_graph_modules
 from graphopt.compat.joint import (

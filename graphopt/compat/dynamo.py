@@ -1,33 +1,17 @@
-"""torch.compile as the front end: our backend in it, and each joint graph before AOTAutograd splits it.
-
-Dynamo owns guards, caches, side effects and graph breaks; AOTAutograd owns aliases, mutations, random states, subclasses and
-autograd. In between, the partition function gets the joint graph, which is where passes run.
-"""
+"""torch.compile as the front end: our backend in Dynamo, which owns guards, caches, side effects and graph breaks."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
 from torch import fx, nn
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from graphopt.compat.fakes import fake_mode_of, retrace
-from graphopt.compat.graph_modules import lazy_graph_modules
-from graphopt.compat.joint import intermediates_that_require_grad, open_recurrent_layers
-from graphopt.errors import CaptureError
-
-Rewrite = Callable[[fx.GraphModule, int], fx.GraphModule]
-"""From a joint graph, and how many of its outputs are the forward's, to the joint graph to run in its place."""
-
-GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-"""From a forward or backward graph and its (fake) inputs to what runs it."""
+from graphopt.compat.joint import intermediates_that_require_grad
 
 COMPILATIONS = 64
 """Graphs that Dynamo compiles for one call before it leaves further ones to eager mode: plans count, too."""
@@ -152,57 +136,6 @@ def differentiates(module: fx.GraphModule) -> bool:
     return torch.is_grad_enabled() and trained(module.graph.find_nodes(op="placeholder")) and trained(outputs)
 
 
-@dataclass(frozen=True)
-class Hooks:
-    """What is done with a joint graph on its way through AOTAutograd.
-
-    Attributes:
-        rewrite: see `Rewrite`; None: the graph is compiled as torch.compile would, in operators that are decomposed already.
-        see: shown the joint graph that is not rewritten, and how many of its outputs are the forward's.
-        halves: shown the forward and the backward before they are compiled.
-        failed: called with why a backward could not be compiled, which then runs operator by operator.
-        key: text that says all that `rewrite` depends on, for torch's caches on disk.
-        depends_on_data: `rewrite` looks at values, which no key can tell: AOTAutograd's cache is not asked.
-    """
-
-    rewrite: Rewrite | None
-    see: Callable[[fx.GraphModule, int], None]
-    halves: Callable[[fx.GraphModule, fx.GraphModule], None]
-    failed: Callable[[Exception], None]
-    key: str
-    depends_on_data: bool = False
-
-
-def compile_plainly(module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler) -> Callable[..., Any]:
-    """Compile a graph of Dynamo's as torch.compile would."""
-    from torch._inductor.compile_fx import compile_fx
-
-    with _tracing(module):
-        if compiler == "inductor":
-            return compile_fx(module, list(examples))  # type: ignore[return-value]
-        return _without_inductor(module, examples, compiler, None)
-
-
-def compile_joint(
-    module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler, hooks: Hooks
-) -> Callable[..., Any]:
-    """Compile a graph of Dynamo's that has a backward, with `hooks` on its joint graph.
-
-    Args:
-        compiler: "inductor", "aot_eager" or a function that compiles one half.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
-    cached = {"enable_autograd_cache": False} if hooks.depends_on_data else {}
-    with _tracing(module), config.patch(custom_partitioner_fn=_Partitioner(hooks)), torch._functorch.config.patch(cached):
-        if compiler != "inductor":
-            return _without_inductor(module, examples, compiler, hooks)
-        if hooks.rewrite is None:
-            return compile_fx(module, list(examples))  # type: ignore[return-value]
-        return compile_fx(module, list(examples), decompositions={})  # type: ignore[return-value]
-
-
 def statically() -> contextlib.AbstractContextManager[Any]:
     """Every size is a number while Dynamo traces."""
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
@@ -241,171 +174,3 @@ def outside_tracing() -> Iterator[None]:
 
     with _disable_current_modes(), torch._guards.tracing(None), torch.no_grad():
         yield
-
-
-@contextlib.contextmanager
-def _tracing(module: fx.GraphModule) -> Iterator[None]:
-    """What AOTAutograd gets wrong is right inside: see `open_recurrent_layers`.
-
-    And its pass that turns Python floats back into numbers takes a buffer of one float64 for such a float, and loses what forward
-    writes to it. Where no float is lifted, that pass has nothing to do.
-    """
-    from torch._functorch._aot_autograd import graph_compile
-
-    arguments = [node.meta.get("grapharg") for node in module.graph.find_nodes(op="placeholder")]
-    lifted = any(getattr(a, "pass_arg_as_tensor", False) or getattr(a, "is_unspecialized", False) for a in arguments)
-    skipped: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if not lifted and hasattr(graph_compile, "_apply_tensorify_python_scalars"):
-        skipped = mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", return_value=None)
-    with open_recurrent_layers(), skipped:
-        yield
-
-
-class _Traced(Exception):
-    """Ends a compilation when the joint graph is there."""
-
-
-def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:
-    """The joint graph of a graph of Dynamo's, and how many of its outputs are the forward's; `module` stays as it is."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    found: list[tuple[fx.GraphModule, int]] = []
-
-    def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        found.append((joint, num_fwd_outputs))
-        raise _Traced
-
-    with contextlib.suppress(_Traced), _tracing(module):
-        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
-        backend(module, list(examples))
-    if not found:
-        raise CaptureError("it has no backward")
-    return found[0]
-
-
-def split_again(module: fx.GraphModule, examples: Sequence[Any], hooks: Hooks) -> None:
-    """Trace a graph of Dynamo's and split it as for Inductor, so that `hooks` see what came from torch's cache."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    def split(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        _Partitioner(hooks)(joint, inputs, **options)
-        raise _Traced
-
-    with contextlib.suppress(_Traced), _tracing(module):
-        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
-        backend(module, list(examples))
-
-
-def _without_inductor(
-    module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler, hooks: Hooks | None
-) -> Callable[..., Any]:
-    from torch._dynamo.backends.common import aot_autograd
-
-    def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        from torch._functorch.partitioners import default_partition
-
-        with lazy_graph_modules():
-            if hooks is not None:
-                joint = _rewritten(joint, num_fwd_outputs, hooks)
-            forward, backward = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
-        if hooks is not None:
-            hooks.halves(forward, backward)
-        return forward, backward
-
-    half = _boxed if compiler == "aot_eager" else _custom(compiler)  # type: ignore[arg-type]
-
-    def backward_half(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        try:
-            return half(graph, inputs)
-        except Exception as error:
-            if hooks is None:
-                raise
-            hooks.failed(error)
-            return _boxed(graph, inputs)
-
-    backend = aot_autograd(fw_compiler=half, bw_compiler=backward_half, partition_fn=split, keep_inference_input_mutations=True)
-    return backend(module, list(examples))
-
-
-def _rewritten(joint: fx.GraphModule, num_forward: int, hooks: Hooks) -> fx.GraphModule:
-    if hooks.rewrite is None:
-        hooks.see(joint, num_forward)
-        return joint
-    return hooks.rewrite(joint, num_forward)
-
-
-class _Partitioner(CustomPartitionerFn):
-    """Rewrites, decomposes and splits; `uuid` lets torch's caches tell plans apart."""
-
-    def __init__(self, hooks: Hooks) -> None:
-        self.hooks = hooks
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        joint, inputs, options = gm, joint_inputs, kwargs
-        from torch._inductor import compile_fx
-        from torch._inductor.virtualized import V
-
-        from graphopt.compat.inductor import min_cut
-
-        joint = _rewritten(joint, options["num_fwd_outputs"], self.hooks)
-        with lazy_graph_modules():
-            if self.hooks.rewrite is not None:
-                joint = decomposed(joint)
-                values = [v for node in joint.graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor)]
-                with V.set_fake_mode(fake_mode_of(values)):
-                    device = values[0].device
-                    joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
-            forward, backward = min_cut(joint, inputs, **options)
-        self.hooks.halves(forward, backward)
-        return forward, backward
-
-    def uuid(self) -> Any:
-        """For torch's caches on disk."""
-        return self.hooks.key
-
-    def __reduce__(self) -> Any:
-        return str, (self.hooks.key,)
-
-
-def decomposed(joint: fx.GraphModule) -> fx.GraphModule:
-    """A joint graph in the operators that Inductor lowers; inputs and outputs keep their names and descriptions."""
-    before = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    values = [node.meta.get("val") for node in before]
-    fake_mode = fake_mode_of([v for v in values if isinstance(v, torch.Tensor)])
-    module = retrace(joint, values, fake_mode, decompose=True)
-    for old, new in zip(before, [node for node in module.graph.nodes if node.op == "placeholder"], strict=True):
-        new.meta |= {k: v for k, v in old.meta.items() if k not in new.meta}
-        if new.name != old.name:
-            new.name = new.target = old.name
-    module.graph.output_node().meta = dict(joint.graph.output_node().meta)
-    return module
-
-
-def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-    """A graph run operator by operator, each value freed after its last use.
-
-    Its code is made at once: made in the first run, that would be a call of a module, which FLOP counters and the like hook into.
-    """
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-    from torch.fx.graph import _BoxedCodeGen
-
-    graph.graph.set_codegen(_BoxedCodeGen())
-    graph.recompile()
-    _LazyGraphModule.force_recompile(graph)
-    forward = graph.forward
-
-    def run(args: list[Any]) -> Any:
-        return forward(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _custom(compiler: GraphCompiler) -> Callable[..., Any]:
-    """A user's own compiler of forward and backward graphs, whose results take their arguments one by one."""
-    from functorch.compile import make_boxed_func
-
-    def compile_half(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        return make_boxed_func(compiler(graph, inputs))
-
-    return compile_half

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from graphopt.compat.graph_modules import lazy_graph_modules
 
@@ -42,6 +43,40 @@ def fake_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     """A fake tensor of another shape and type, on the same device and of the same mode."""
     with fake_mode_of([tensor]) or contextlib.nullcontext():
         return torch.empty(tuple(shape), dtype=dtype, device=tensor.device)
+
+
+def without_storage(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
+    """Meta tensors trace without a backward: replace them by fake ones (shapes without memory) on the CPU."""
+    held = [*model.parameters(), *model.buffers(), *tensors]
+    if fake_mode_of(held) is None and not any(t.is_meta for t in held):
+        return model, tensors
+    return fake_copy(model, tensors)
+
+
+def fake_copy(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, list[Tensor]]:
+    """A copy of the model and its inputs on fake tensors, of one fake mode; meta tensors become fake CPU tensors."""
+    held = [*model.parameters(), *model.buffers()]
+    mode = fake_mode_of([*held, *tensors]) or new_fake_mode()
+    memo: dict[int, Any] = {}
+    with mode:
+
+        def fake(t: Tensor) -> Tensor:
+            if fake_mode_of([t]) is not None:
+                return t
+            device = "cpu" if t.is_meta else t.device
+            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+        for tensor in held:
+            replacement = fake(tensor)
+            if isinstance(tensor, nn.Parameter) and not isinstance(replacement, nn.Parameter):
+                replacement = nn.Parameter(replacement, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = replacement
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and name not in ("_parameters", "_buffers"):
+                    memo[id(value)] = fake(value)
+        inputs = [fake(t).requires_grad_(t.requires_grad) for t in tensors]
+    return copy.deepcopy(model, memo), inputs
 
 
 _KNOWN_VALUES_LIMIT = 2**24

@@ -16,17 +16,8 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 
 from graphopt.compat import InputDesc, OutputDesc, expression, observed_by, output_list
-from graphopt.compat.dynamo import (
-    Hooks,
-    compile_joint,
-    compile_plainly,
-    differentiates,
-    example_of,
-    is_restart,
-    joint_graph,
-    outside_tracing,
-    split_again,
-)
+from graphopt.compat.aot import Hooks, compile_joint, compile_plainly, joint_graph, split_again
+from graphopt.compat.dynamo import differentiates, example_of, is_restart, outside_tracing
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
 from graphopt.frontend.history import needs_gradient

@@ -14,7 +14,8 @@ from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt.budget import Budget
-from graphopt.compat.dynamo import differentiates, example_of, joint_graph
+from graphopt.compat.aot import joint_graph
+from graphopt.compat.dynamo import differentiates, example_of
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import GraphoptError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend

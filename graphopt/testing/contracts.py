@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +25,11 @@ from graphopt.passes.base import Projected
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
 from graphopt.testing.compare import TOLERANCE, compare_values
+from graphopt.testing.gradients import Wanted, compare_gradients, compare_mean
 from graphopt.transforms.symbolic_zeros import expected_results, for_loss_alone
 
 DRAWS = 200
 """Runs over which the gradients of an UNBIASED pass are averaged."""
-
-STANDARD_ERRORS = 6.0
-"""Distance of the mean over draws from eager's gradient that is refused; by chance it happens once in many million times."""
 
 
 @dataclass(frozen=True)
@@ -178,11 +175,11 @@ def _check(
     counted = counter.get_total_flops()
     tolerance = TOLERANCE[dtype]
     _compare_results(name, outputs, expected, reference, candidate, tolerance)
-    wanted = _Wanted.of(rewritten, reference, projected, given)
+    wanted = Wanted.of(rewritten, reference, projected, given)
     if Preserves.UNBIASED in kinds:
-        error = _compare_mean(name, wanted, candidate, given, draw, tolerance, draws)
+        error = compare_mean(name, wanted, candidate, given, draw, tolerance, draws)
     else:
-        error = _compare_gradients(name, wanted, candidate, given, tolerance)
+        error = compare_gradients(name, wanted, candidate, given, tolerance)
     if backend == "aot_eager" and counted != flop_profile(rewritten).step:
         raise PassError(f"{name}: {counted} FLOPs ran where {flop_profile(rewritten).step} were predicted.")
     inexact = frozenset(kinds - {Preserves.EXACT}) or frozenset({Preserves.EXACT})
@@ -251,134 +248,3 @@ def _named(outputs: Iterable[Any], model: nn.Module) -> dict[str, Tensor]:
         **{f"output {i}": t for i, t in enumerate(tensors)},
         **{f"the buffer {name}": buffer for name, buffer in model.named_buffers()},
     }
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """What the gradients of a step must be.
-
-    Attributes:
-        ordinary: eager's gradients, by parameter, of those that the graph computes as they are.
-        images: those of compressed weights.
-        scale: the largest entry of eager's gradients.
-    """
-
-    ordinary: dict[str, Tensor]
-    images: dict[InputDesc, Tensor]
-    scale: float
-
-    @classmethod
-    def of(
-        cls, graph: TrainingGraph, reference: nn.Module, projected: Projected | None, given: Mapping[InputDesc, Tensor]
-    ) -> _Wanted:
-        """From the gradients of an eager model."""
-        eager = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
-        kept = [name for name in graph.gradients() if name not in graph.compressed]
-        missing = sorted(set(graph.gradients()) - set(eager))
-        if missing:
-            raise PassError(f"the graph computes a gradient of {missing[0]}, which has none in eager mode.")
-        images = {}
-        if projected is not None:
-            images = {d: projected.image(d.target, given, eager).double() for d in given if d.kind == "compressed"}
-        scale = max((float(g.abs().max()) for g in eager.values()), default=1.0) or 1.0
-        return cls({name: eager[name].double() for name in kept}, images, scale)
-
-    def pairs(self, candidate: nn.Module, given: Mapping[InputDesc, Tensor]) -> list[tuple[str, Tensor, Tensor, float]]:
-        """(name, gradient, what it must be, size against which differences are seen), for every gradient of a step.
-
-        Raises:
-            PassError: one is missing, of another shape, or there although the graph computes none.
-        """
-        parameters = dict(candidate.named_parameters(remove_duplicate=False))
-        names = {id(parameters[name]) for name in self.ordinary}
-        for name, parameter in parameters.items():
-            if parameter.grad is not None and id(parameter) not in names:
-                raise PassError(f"{name} has a gradient although the graph computes none.")
-        found = []
-        for name, wanted in self.ordinary.items():
-            found.append((f"the gradient of {name}", parameters[name].grad, wanted, self.scale))
-        for desc, wanted in self.images.items():
-            size = float(wanted.abs().max()) or 1.0
-            found.append((f"the compressed gradient of {desc.target}", given[desc].grad, wanted, size))
-        for what, gradient, wanted, _ in found:
-            if gradient is None or gradient.shape != wanted.shape:
-                raise PassError(f"{what} is missing, or is not {tuple(wanted.shape)}.")
-        return [(what, gradient.double(), wanted, size) for what, gradient, wanted, size in found if gradient is not None]
-
-
-def _compare_gradients(
-    name: str, wanted: _Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor], tolerance: float
-) -> float:
-    """Compare gradients with what they must be; returns the largest relative difference."""
-    worst = 0.0
-    for what, gradient, exact, size in _pairs(name, wanted, candidate, given):
-        error = float((gradient - exact).abs().max()) / size if exact.numel() else 0.0
-        worst = max(worst, error)
-        if not error <= tolerance:
-            raise PassError(f"{name}: {what} differs from eager's (or its image) by {error:.2e} of the largest entry.")
-    return worst
-
-
-def _compare_mean(
-    name: str,
-    wanted: _Wanted,
-    candidate: nn.Module,
-    given: Mapping[InputDesc, Tensor],
-    draw: Callable[[], None],
-    tolerance: float,
-    draws: int,
-) -> float:
-    """Compare the mean gradient over many draws with what it must be; returns the largest difference in standard errors.
-
-    Each gradient is compared by itself. All ordinary ones together, and all compressed ones, are also compared along the
-    direction of what they must be, where a wrong scale shows with fewest draws.
-    """
-    total: list[Tensor] = []
-    squares: list[Tensor] = []
-    along: dict[str, list[float]] = {"ordinary gradients": [], "compressed gradients": []}
-    ordinary = len(wanted.ordinary)
-    for _ in range(draws):
-        draw()
-        pairs = _pairs(name, wanted, candidate, given)
-        drawn = [gradient for _, gradient, _, _ in pairs]
-        for values, part in zip(along.values(), (pairs[:ordinary], pairs[ordinary:]), strict=True):
-            values.append(sum(float((gradient * exact).sum()) for _, gradient, exact, _ in part))
-        if not total:
-            total, squares = [torch.zeros_like(g) for g in drawn], [torch.zeros_like(g) for g in drawn]
-        for i, gradient in enumerate(drawn):
-            total[i] += gradient
-            squares[i] += gradient.square()
-    worst = 0.0
-    for i, (what, _, exact, size) in enumerate(_pairs(name, wanted, candidate, given)):
-        mean = total[i] / draws
-        variance = float((squares[i] / draws - mean.square()).clamp(min=0).sum()) / draws
-        distance = float((mean - exact).norm())
-        rounding = tolerance * size * math.sqrt(mean.numel())
-        errors = max(0.0, distance - rounding) / math.sqrt(variance) if variance > rounding**2 / draws else 0.0
-        worst = max(worst, errors)
-        if errors > STANDARD_ERRORS or (errors == 0.0 and distance > rounding + STANDARD_ERRORS * math.sqrt(variance)):
-            raise PassError(f"{name}: the mean of {what} is {errors:.1f} standard errors from eager's (or its image).")
-    pairs = _pairs(name, wanted, candidate, given)
-    for (what, values), part in zip(along.items(), (pairs[:ordinary], pairs[ordinary:]), strict=True):
-        square = sum(float(exact.square().sum()) for _, _, exact, _ in part)
-        if not square:
-            continue
-        scales = torch.tensor(values, dtype=torch.float64) / square
-        off = abs(float(scales.mean()) - 1.0)
-        errors = off / max(float(scales.std()) / math.sqrt(draws), tolerance)
-        worst = max(worst, errors)
-        if errors > STANDARD_ERRORS and off > tolerance:
-            raise PassError(
-                f"{name}: the mean of the {what} is {float(scales.mean()):.3f} times what it must be, {errors:.1f} standard "
-                "errors off."
-            )
-    return worst
-
-
-def _pairs(
-    name: str, wanted: _Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor]
-) -> list[tuple[str, Tensor, Tensor, float]]:
-    try:
-        return wanted.pairs(candidate, given)
-    except PassError as error:
-        raise PassError(f"{name}: {error}") from error

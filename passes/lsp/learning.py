@@ -100,3 +100,9 @@ def draw_moments(
 ) -> GradientMoments:
     """Blocks for both sides of a weight, of which no gradient is known yet."""
     return GradientMoments(draw_blocks(shape[0], s, d, generator, dtype), draw_blocks(shape[1], s, d, generator, dtype))
+
+
+def scaled_to_one(gradient: Tensor) -> Tensor:
+    """A multiple of a gradient whose norms neither overflow nor vanish."""
+    largest = gradient.abs().max()
+    return gradient / largest if float(largest) else gradient

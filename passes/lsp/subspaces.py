@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from graphopt.passes.lsp.compressed_weight import Changed, CompressedWeight
 from graphopt.passes.lsp.compressor import Part
-from graphopt.passes.lsp.learning import GradientMoments, draw_moments
+from graphopt.passes.lsp.learning import draw_moments, scaled_to_one
 from graphopt.passes.lsp.offload import Offload
 from graphopt.passes.lsp.projectors import Subspace, Whole, draw_subspace, fit, unseen_energy
 from graphopt.passes.lsp.subspaces_state import SubspacesState, WeightState
@@ -208,12 +208,14 @@ class Subspaces(State):
             complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
             if complete:
                 self._checked_at = self.steps // self.rewrite.check_every
-            scaled, gathered = _scaled(exact), compressed.gathered
+            scaled, gathered = scaled_to_one(exact), compressed.gathered
             if gathered is None or not complete:
-                moments = self._without_gradients(compressed) if compressed.moments is None else compressed.moments
-                compressed.moments = moments.add(scaled)
+                if compressed.moments is None:  # in blocks of their own: subspaces differ from check to check
+                    s, d = self.rewrite.subspace, self.rewrite.nonzeros
+                    compressed.moments = draw_moments(compressed.shape, s, d, self.generator, exact.dtype)
+                compressed.moments = compressed.moments.add(scaled)
             if complete and gathered is not None:
-                self._compare(compressed, scaled, _scaled(gathered.to(exact.device)), scaled)
+                self._compare(compressed, scaled, scaled_to_one(gathered.to(exact.device)), scaled)
             elif complete:
                 self._compare(compressed, scaled, scaled)
             elif math.isnan(compressed.error):
@@ -222,11 +224,6 @@ class Subspaces(State):
                 host = exact.to("cpu")
                 compressed.gathered = host.clone() if compressed.gathered is None else compressed.gathered + host
         return compressed.subspace.compress(exact).contiguous()
-
-    def _without_gradients(self, compressed: CompressedWeight) -> GradientMoments:
-        """Moments for a check that begins, in blocks of their own: subspaces differ from check to check."""
-        s, d = self.rewrite.subspace, self.rewrite.nonzeros
-        return draw_moments(compressed.shape, s, d, self.generator, compressed.variable.dtype)
 
     def _compare(
         self, compressed: CompressedWeight, latest: Tensor, known: Tensor | None = None, unseen: Tensor | None = None
@@ -299,19 +296,11 @@ class Subspaces(State):
         """See `Stateful`."""
         saved = from_plain(SubspacesState, snapshot, "subspaces")
         check_generator_state(saved.generator)
-        missing = sorted(set(saved.weights) ^ set(self.weights) | set(saved.stepped) - set(self.weights))
-        if missing:
-            raise InputError(f"the checkpoint does not compress the same weights: {missing[0]} is in one of both alone.")
-        if saved.size != self.rewrite.subspace:
-            raise InputError(
-                f"the checkpoint has subspace {saved.size} for {self.names[0]}, this model {self.rewrite.subspace}: use the same "
-                "model and Lsp."
-            )
+        saved.check(self.names, self.rewrite.subspace)
         subspaces = {
             name: saved.weights[name].subspaces(name, w.shape, self.rewrite.subspace, w.subspace, w.variable)
             for name, w in self.weights.items()
         }
-
         moments = {name: saved.weights[name].checked_moments(name, self.rewrite) for name, w in self.weights.items()}
 
         def restore() -> None:
@@ -358,9 +347,3 @@ class Subspaces(State):
                 w.changed = changed
             w.variable.requires_grad_(w.changed is not None)
         self.used = True
-
-
-def _scaled(gradient: Tensor) -> Tensor:
-    """A multiple of a gradient whose norms neither overflow nor vanish."""
-    largest = gradient.abs().max()
-    return gradient / largest if float(largest) else gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +138,14 @@ class SubspacesState:
     checked_at: int
     stepped: tuple[str, ...]
     generator: Tensor
+
+    def check(self, names: Collection[str], size: int) -> None:
+        """Raise `InputError` unless it is of these weights, in subspaces of this size."""
+        missing = sorted(set(self.weights) ^ set(names) | set(self.stepped) - set(names))
+        if missing:
+            raise InputError(f"the checkpoint does not compress the same weights: {missing[0]} is in one of both alone.")
+        if self.size != size:
+            raise _other("subspace", self.size, next(iter(names)), size)
 
 
 def _other(what: str, theirs: Any, name: str, ours: Any) -> InputError:

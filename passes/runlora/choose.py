@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from graphopt.passes.runlora.layers import LoraLayer
 from graphopt.passes.runlora.orders import (
     AUTOGRAD,
     LayerShape,
@@ -19,7 +20,7 @@ from graphopt.passes.runlora.orders import (
     saved_bytes,
 )
 from graphopt.passes.runlora.rewrite import legal_orders, refusal
-from graphopt.passes.runlora.sites import LoraLayer, find_lora_sites
+from graphopt.passes.runlora.sites import find_lora_sites
 from torch import Tensor, fx
 
 from graphopt.analysis.products import product

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from graphopt.passes.base import Changes
+from graphopt.passes.runlora.layers import Gradient, LoraLayer, LoraSites
 from graphopt.passes.runlora.orders import AUTOGRAD, Order, all_orders, order_flops
-from graphopt.passes.runlora.sites import Gradient, LoraLayer, LoraSites, find_lora_sites
+from graphopt.passes.runlora.sites import find_lora_sites
 from torch import fx
 
 from graphopt.analysis.products import as_matrix, product, same_tensor, value_numbers

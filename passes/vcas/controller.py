@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.state import State
+from graphopt.passes.vcas.adaptation import Adaptation, ControllerState, Counts
 from graphopt.passes.vcas.calibration import Call, Measurement
 from graphopt.passes.vcas.measuring import MeasuringStep, measuring_step
 from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, proposed
@@ -42,68 +43,13 @@ WORTH_COMPILING = 0.02
 """Least saving, in FLOPs of the full step, for which ratios are lowered to ones that have not been compiled yet."""
 
 
-@dataclass(frozen=True)
-class Adaptation:
-    """What one adaptation measured and did.
-
-    Attributes:
-        step: of training.
-        preserved: s.
-        rows_variance, tokens_variance: V_act and V_w as parts of the mini-batch variance V_s, measured with the ratios
-            that it settled on before they were put in force.
-        rows, tokens: ratios in force from now on, by block and by weight.
-        flops_ratio: FLOPs of a step with them, as a part of the exact step's.
-        seconds: of the calibration.
-        changed: they differ from those until now.
-    """
-
-    step: int
-    preserved: float
-    rows_variance: float
-    tokens_variance: float
-    rows: Mapping[str, float]
-    tokens: Mapping[str, float]
-    flops_ratio: float
-    seconds: float
-    changed: bool
-
-
-@dataclass
-class _Counts:
-    """FLOPs so far, in steps of exact training."""
-
-    spent: float = 0.0
-    calibrating: float = 0.0
-    steps: int = 0
-    seconds: float = 0.0
-    history: list[Adaptation] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _State:
-    """What a checkpoint keeps; `recent` only holds batches that the next calibration may run on."""
-
-    ratios: SampleRatios
-    due: Any
-    spent: float
-    calibrating: float
-    steps: int
-    seconds: float
-    history: tuple[Adaptation, ...]
-    recent: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
-    known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
-    measured: str
-    calibrations: int
-    late: bool
-
-
 class IdleController(State):
     """Stands for a `SamplingController` where nothing is sampled, so that loops that are written for one run unchanged."""
 
     adapts = True
 
     def __init__(self) -> None:
-        self.counts = _Counts()
+        self.counts = Counts()
 
     @property
     def ratios(self) -> Ratios:
@@ -164,7 +110,7 @@ class SamplingController(State):
         self.tolerance = tolerance
         self.state = SampleRatios()
         self.due = Every(rewrite.every)
-        self.counts = _Counts()
+        self.counts = Counts()
         self._recent: list[Call] = []
         self._known: dict[Ratios, float] = {(): 1.0}
         self._measured = ""
@@ -292,7 +238,7 @@ class SamplingController(State):
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""
         needed = BATCHES - 1 if self._late else max(0, BATCHES - self.due.remaining)
-        state = _State(
+        state = ControllerState(
             ratios=self.state,
             due=self.due.snapshot(),
             spent=self.counts.spent,
@@ -310,7 +256,7 @@ class SamplingController(State):
 
     def prepare(self, snapshot: Any) -> Callable[[], None]:
         """See `Stateful`."""
-        saved = from_plain(_State, snapshot, "sampling")
+        saved = from_plain(ControllerState, snapshot, "sampling")
         known = dict(saved.known)
         if () not in known:
             raise InputError("sampling.known lacks the exact step.")
@@ -319,7 +265,7 @@ class SamplingController(State):
         def restore() -> None:
             restore_count()
             self.state = saved.ratios
-            self.counts = _Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
+            self.counts = Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
             self._recent, self._known = list(saved.recent), known
             self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
             self._step = None  # times of products that were saved, too, may choose other orders

@@ -11,9 +11,10 @@ import torch
 from graphopt.passes import RunLora
 from graphopt.passes.runlora import choose as contraction
 from graphopt.passes.runlora.choose import Choice, choose_orders
+from graphopt.passes.runlora.layers import LoraSites
 from graphopt.passes.runlora.orders import AUTOGRAD, LayerShape, Order, named_order, order_flops, saved_bytes
 from graphopt.passes.runlora.rewrite import legal_orders
-from graphopt.passes.runlora.sites import LoraSites, find_lora_sites
+from graphopt.passes.runlora.sites import find_lora_sites
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 

@@ -1,0 +1,237 @@
+"""The joint graphs of a model's regions as one.
+
+Whatever a region returns and a later one takes is the same tensor; by that they are joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphopt import compat
+from graphopt.compat import InputDesc, OutputDesc
+from graphopt.frontend.region import Region
+from graphopt.graph import Parameter, TrainingGraph, ancestors, descendants
+from graphopt.specialise import specialise
+
+
+@dataclass
+class RecordedRegion:
+    """A region as it ran.
+
+    Attributes:
+        region: its parameters.
+        graph: the joint graph; None where there is no backward, or where none could be traced.
+        inputs: per placeholder of Dynamo's graph, the tensor that it was given; None for other values.
+        outputs: what it returned.
+    """
+
+    region: Region
+    graph: TrainingGraph | None
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+def joined_graph(regions: Sequence[RecordedRegion], returned: Sequence[Tensor], batch_size: int, reason: str) -> TrainingGraph:
+    """The joint graphs of a model's regions as one: forwards in order, backwards in reverse.
+
+    Args:
+        returned: what the model returned.
+        reason: why it is not one graph.
+    """
+    joined = _Joined(regions, returned)
+    graph = TrainingGraph(
+        module=joined.module(),
+        inputs=tuple(joined.inputs),
+        outputs=tuple(joined.outputs),
+        parameters=tuple(joined.parameters.values()),
+        aliases=(),
+        out_spec=None,
+        symbols=frozenset(),
+        batch_size=batch_size,
+        static_reason=reason,
+    )
+    return specialise(graph, batch_size)  # one fake mode for all
+
+
+class _Joined:
+    """Builds the graph of all regions."""
+
+    def __init__(self, regions: Sequence[RecordedRegion], returned: Sequence[Tensor]) -> None:
+        self.graph = fx.Graph()
+        self.inputs: list[InputDesc] = []
+        self.parameters: dict[str, Parameter] = {}
+        self.root = nn.Module()
+        self._returned = {id(value) for value in returned}
+        self._placeholders: dict[Any, fx.Node] = {}
+        self._descs: dict[fx.Node, InputDesc] = {}
+        self._made: dict[int, fx.Node] = {}
+        self._gradients: dict[int, list[fx.Node]] = {}
+        self._leaf_gradients: dict[InputDesc, list[fx.Node]] = {}
+        self._maps: list[dict[fx.Node, fx.Node]] = []
+        self._hold_inputs(regions)
+        for number, region in enumerate(regions):
+            self._forward(number, region)
+        self._hold_tangents(regions)
+        for number in reversed(range(len(regions))):
+            self._backward(number, regions[number])
+        self._finish()
+
+    def module(self) -> fx.GraphModule:
+        """The graph, with the constants of all regions."""
+        return fx.GraphModule(self.root, self.graph)
+
+    def _placeholder(self, key: Any, desc: InputDesc, like: fx.Node) -> fx.Node:
+        if key not in self._placeholders:
+            node = self.graph.placeholder(f"input_{len(self.inputs)}")
+            node.meta = {"val": like.meta["val"]}
+            self.inputs.append(desc)
+            self._placeholders[key], self._descs[node] = node, desc
+        return self._placeholders[key]
+
+    def _hold_inputs(self, regions: Sequence[RecordedRegion]) -> None:
+        """Placeholders of everything that no region makes."""
+        made: set[int] = set()
+        for number, region in enumerate(regions):
+            assert region.graph is not None
+            mapping: dict[fx.Node, fx.Node] = {}
+            for parameter in region.region.parameters:
+                self.parameters.setdefault(parameter.name, parameter)
+            for desc, node in zip(region.graph.inputs, region.graph.placeholders, strict=True):
+                value = self._value(region, desc)
+                if desc.kind == "parameter":
+                    mapping[node] = self._placeholder(("parameter", desc.target), desc, node)
+                elif desc.kind == "buffer":
+                    mapping[node] = self._placeholder(("buffer", desc.target), desc, node)
+                elif desc.kind != "tangent" and not (isinstance(value, Tensor) and id(value) in made):
+                    key = ("input", id(value)) if isinstance(value, Tensor) else ("value", number, node.name)
+                    mapping[node] = self._placeholder(key, InputDesc("input", len(self.inputs)), node)
+            self._maps.append(mapping)
+            made |= {id(value) for value in region.outputs if isinstance(value, Tensor)}
+
+    @staticmethod
+    def _value(region: RecordedRegion, desc: InputDesc) -> Any:
+        return region.inputs[desc.target] if desc.kind == "input" and isinstance(desc.target, int) else None
+
+    def _copy(self, node: fx.Node, region: RecordedRegion, mapping: dict[fx.Node, fx.Node]) -> None:
+        if node.op == "get_attr":
+            assert region.graph is not None
+            value = getattr(region.graph.module, str(node.target))
+            name = f"constant_{len(self.root._buffers) + len(self.root._modules)}"
+            if isinstance(value, Tensor):
+                self.root.register_buffer(name, value)
+            else:
+                self.root.add_module(name, value)
+            copied = self.graph.get_attr(name)
+        else:
+            copied = self.graph.node_copy(node, lambda n: mapping[n])
+        copied.meta = dict(node.meta)
+        mapping[node] = copied
+
+    def _forward(self, number: int, region: RecordedRegion) -> None:
+        assert region.graph is not None
+        mapping, graph = self._maps[number], region.graph
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if node not in mapping and desc.kind != "tangent":
+                mapping[node] = self._laid_out(self._made[id(self._value(region, desc))], node)
+        needed = ancestors([*graph.forward_results(), *(n for n in graph.graph.nodes if compat.has_effect(n))])
+        tangents = {n for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent"}
+        later = descendants(tangents)
+        for node in graph.graph.nodes:
+            if node in needed and node not in later and node.op not in ("placeholder", "output"):
+                self._copy(node, region, mapping)
+        for made, result in zip(graph.outputs, graph.results, strict=True):
+            if made.kind != "output" or not isinstance(made.target, int) or not isinstance(result, fx.Node):
+                continue
+            value = region.outputs[made.target]
+            if isinstance(value, Tensor):
+                self._made[id(value)] = mapping[result]
+
+    def _hold_tangents(self, regions: Sequence[RecordedRegion]) -> None:
+        """A gradient from outside for what no later region takes."""
+        taken = {id(value) for region in regions for value in region.inputs if isinstance(value, Tensor)}
+        for number, region in enumerate(regions):
+            assert region.graph is not None
+            for desc, node in zip(region.graph.inputs, region.graph.placeholders, strict=True):
+                value = self._output(region, desc)
+                if desc.kind == "tangent" and (value is None or id(value) in self._returned or id(value) not in taken):
+                    anchor = next(n for n in self.graph.nodes if n.op != "placeholder")
+                    with self.graph.inserting_before(anchor):
+                        held = self._placeholder(("tangent", number, node.name), desc, node)
+                    if value is not None:
+                        self._gradients.setdefault(id(value), []).append(held)
+                    else:
+                        self._maps[number][node] = held
+
+    @staticmethod
+    def _output(region: RecordedRegion, desc: InputDesc) -> Any:
+        target = getattr(desc.target, "target", None)
+        own = desc.kind == "tangent" and getattr(desc.target, "kind", "") == "output" and isinstance(target, int)
+        return region.outputs[target] if own and target is not None else None
+
+    def _backward(self, number: int, region: RecordedRegion) -> None:
+        assert region.graph is not None
+        mapping, graph = self._maps[number], region.graph
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if desc.kind == "tangent" and node not in mapping:
+                terms = self._gradients.get(id(self._output(region, desc)), [])
+                mapping[node] = self._laid_out(self._sum(terms), node) if terms else self._zeros(node)
+        for node in graph.graph.nodes:
+            if node not in mapping and node.op not in ("placeholder", "output"):
+                self._copy(node, region, mapping)
+        places = dict(zip(graph.inputs, graph.placeholders, strict=True))
+        for returned, result in zip(graph.outputs, graph.results, strict=True):
+            if returned.kind != "gradient" or not isinstance(result, fx.Node):
+                continue
+            value = self._value(region, returned.target)
+            if returned.target.kind == "parameter":
+                self._leaf_gradients.setdefault(returned.target, []).append(mapping[result])
+            elif isinstance(value, Tensor) and id(value) in self._made:
+                self._gradients.setdefault(id(value), []).append(mapping[result])
+            else:  # of an input of the caller's, or of what was computed between regions: always needed
+                own = self._descs[mapping[places[returned.target]]] if returned.target in places else returned.target
+                self._leaf_gradients.setdefault(own, []).append(mapping[result])
+
+    def _laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """A tensor in the memory layout with which the next region was traced: what it does with views depends on that."""
+        value, wanted = node.meta["val"], like.meta["val"]
+        if value.stride() == wanted.stride():
+            return node
+        order = sorted(range(wanted.dim()), key=lambda d: (-wanted.stride(d), -wanted.shape[d]))
+        back = sorted(range(len(order)), key=order.__getitem__)
+        steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
+            (torch.ops.aten.permute.default, (order,), {}),
+            (torch.ops.aten.clone.default, (), {"memory_format": torch.contiguous_format}),
+            (torch.ops.aten.permute.default, (back,), {}),
+        )
+        for target, args, options in steps:
+            meta = {"val": target(node.meta["val"], *args, **options)}
+            node = self.graph.call_function(target, (node, *args), options)
+            node.meta = meta
+        return node
+
+    def _sum(self, terms: Sequence[fx.Node]) -> fx.Node:
+        total = terms[0]
+        for term in terms[1:]:
+            meta = {"val": total.meta["val"]}
+            total = self.graph.call_function(torch.ops.aten.add.Tensor, (total, term))
+            total.meta = meta
+        return total
+
+    def _zeros(self, like: fx.Node) -> fx.Node:
+        value = like.meta["val"]
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        node = self.graph.call_function(torch.ops.aten.full.default, (list(value.shape), 0), options)
+        node.meta = {"val": value}
+        return node
+
+    def _finish(self) -> None:
+        """The order that every training graph has: outputs, then gradients."""
+        forward = [(OutputDesc("output", i), node) for i, node in enumerate(dict.fromkeys(self._made.values()))]
+        gradients = [(OutputDesc("gradient", desc), self._sum(terms)) for desc, terms in self._leaf_gradients.items()]
+        self.outputs = [desc for desc, _ in (*forward, *gradients)]
+        self.graph.output(tuple(node for _, node in (*forward, *gradients)))
