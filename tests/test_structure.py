@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +74,12 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
         (tmp_path / f"{name}.py").write_text(f"from {other} import x\n")
     assert circles({name: tmp_path / f"{name}.py" for name in "abc"}) == [{"a", "b", "c"}]
+
+
+def test_a_wheel_has_every_package() -> None:
+    listed = tomllib.loads((PASSES.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name if file.name == "__init__.py" else name.rpartition(".")[0] for name, file in modules().items()}
+    assert sorted(listed) == sorted(folders)
 
 
 def test_the_root_is_the_pipeline() -> None:
