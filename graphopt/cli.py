@@ -154,7 +154,7 @@ def plan(
     )
     if plot is not None:
         largest = profile.at(max(1, found.batch_size))
-        plot_timeline(largest, plot, f"{model}, batch {largest.batch_size}, one device")
+        plot_timeline(largest, plot, f"{model}, batch {largest.batch_size}, one device", found.capacity_bytes)
     if as_json:
         print(json.dumps({"model": model, **plan_dict(found)}, indent=1))
     else:
@@ -200,7 +200,7 @@ def pareto(
         points = find(loaded, inputs, backend=backend, optimizer=states, advance=lambda: bar.advance(task))
         curve = worth(loaded, inputs)
     if plot is not None:
-        plot_points(points, plot)
+        plot_points(points, plot, f"{model}, batch {batch}: plans of which none is worse in everything")
     if as_json:
         found = {"plans": list(map(asdict, points)), "flops": list(map(asdict, curve)), "cliffs": cliffs(curve)}
         print(json.dumps(found, indent=1))
@@ -256,6 +256,32 @@ def optimize(
     console = Console()
     console.print(str(opt.report), highlight=False)
     console.print(f"wrote {len(files)} files to {out}")
+
+
+@app.command()
+def report(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path("report.html"),
+    device_memory: Annotated[str | None, typer.Option(help="Memory of the device, such as 24GiB.")] = None,
+    front: Annotated[bool, typer.Option("--front", help="Find the best plans over FLOPs and memory, too (minutes).")] = False,
+    batch: Batch = 4,
+    length: Length = 512,
+    backend: CompiledBackend = "inductor",
+    optimizer: Optimizer = "adamw",
+    quiet: Quiet = False,
+) -> None:
+    """Draw a training step as one page of HTML: memory, blocks, tensors, what every budget trains; allocates no weights."""
+    from graphopt.budget import parse_bytes
+    from graphopt.integrations.models import load
+    from graphopt.report.html.model import model_page
+
+    capacity, states = None if device_memory is None else parse_bytes(device_memory), _named(optimizer)
+    make_folder_of(out)
+    with stages_told(quiet):
+        loaded, inputs = load(model, batch, length, weights=False)
+        page = model_page(loaded, inputs, title=model, backend=backend, optimizer=states, device_memory=capacity, front=front)
+    out.write_text(page, encoding="utf-8")
+    print(f"wrote {out}")
 
 
 def _made(optimizer: str, model: Any) -> Any:

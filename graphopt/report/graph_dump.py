@@ -1,4 +1,4 @@
-"""Readable artifacts of an optimised model: the graph of every stage, a diff per pass, a picture, the report.
+"""What `opt.dump` writes: the graph of every stage as Python, a diff per pass, provenance, a picture, the report, and an index.
 
 The same texts go to torch's structured trace, so that TORCH_TRACE and tlparse show them.
 """
@@ -6,23 +6,39 @@ The same texts go to torch's structured trace, so that TORCH_TRACE and tlparse s
 from __future__ import annotations
 
 import difflib
+import html
 import json
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from string import Template
+from typing import TYPE_CHECKING
 
-from torch import SymInt, Tensor, fx
+from torch import fx
 
 from graphopt import compat
-from graphopt.compat import pytree
-from graphopt.graph import TrainingGraph, descendants
+from graphopt.analysis.liveness import module_path
+from graphopt.graph import TrainingGraph, ancestors
 from graphopt.planner.plan import Plan
-from graphopt.report.picture import block_picture
-from graphopt.report.summary import Report
+from graphopt.report.picture import block_name, block_picture
+from graphopt.report.provenance import SourceLine, source_line
+from graphopt.report.python_text import broken, node_names, readable
 
 if TYPE_CHECKING:
     from graphopt.frontend.step import RegionStep
+    from graphopt.report.summary import Report
+
+ABOUT = {
+    "report.html": "the report: memory over the step, what every budget trains, tensors, techniques",
+    "report.json": "the same for machines",
+    "report.txt": "the same as print(opt.report)",
+    "0_captured.py": "the joint graph of forward and backward as it was captured",
+    "provenance.txt": "from every line of the model to its operators, and to what the plan decided on its tensors",
+    "blocks.svg": "FLOPs of the model's blocks, before and after the passes",
+}
 
 
 def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> list[Path]:
@@ -43,29 +59,35 @@ def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report
         path.write_text(text, encoding="utf-8")
         compat.trace_artifact(f"graphopt_{name}", text)
         written.append(path)
-    return written
+    index = folder / "index.html"
+    index.write_text(_index(report.verdict, [path.name for path in written]), encoding="utf-8")
+    return [*written, index]
 
 
 def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> Iterator[tuple[str, str]]:
     """(file name, text) of every artifact."""
     stage = 0
-    before = readable(graph)
-    yield f"{stage}_captured.py", before
-    current = graph
+    decisions = {row.name: f"{'trained' if row.trained else 'not trained'}: {row.why}" for row in report.tensors}
+    yield f"{stage}_captured.py", readable(graph, True, decisions)
+    current, before = graph, readable(graph)
     for rewrite in plan.passes:
         stage += 1
         current, _ = replace(plan, passes=(rewrite,)).rewrite(current)
         after = readable(current)
-        yield f"{stage}_{rewrite.name}.py", after
+        yield f"{stage}_{rewrite.name}.py", readable(current, True, decisions)
         yield f"{stage}_{rewrite.name}.diff", unified_diff(before, after, rewrite.name)
         before = after
     size = graph.batch_size if step is None else step.graph.batch_size
+    known = {} if step is None else {node.name: name for node, name in node_names(step.graph).items() if node.op == "placeholder"}
     for number, halves in enumerate(() if step is None else step.halves):
         part = f"_{number}" if number else ""  # after a graph break
         for name, half in zip(("forward", "backward"), halves, strict=True):
-            yield f"{stage + 1}_{name}{part}.py", _readable_module(half, f"batch {size}")
+            yield f"{stage + 1}_{name}{part}.py", _compiled(half, f"batch {size}", {} if number else known)
+    yield "provenance.txt", provenance(graph, current, decisions)
     yield "blocks.svg", block_picture(graph, current)
+    yield "report.txt", f"{report}\n"
     yield "report.json", json.dumps(report.to_dict(), indent=2) + "\n"
+    yield "report.html", report.to_html()
 
 
 def unified_diff(before: str, after: str, name: str) -> str:
@@ -76,76 +98,64 @@ def unified_diff(before: str, after: str, name: str) -> str:
     return "".join(lines)
 
 
-def readable(graph: TrainingGraph) -> str:
-    """The joint graph as Python-like text: one operator a line, with its shape in terms of the batch size `B`."""
-    backward = descendants(n for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent")
-    names = [_input_name(desc) for desc in graph.inputs]
-    lines = [f"# joint graph; B is the batch size{'' if graph.symbolic else f' (fixed: {graph.batch_size})'}"]
-    lines.append("def step(")
-    for node, name in zip(graph.placeholders, names, strict=True):
-        lines.append(f"    {node.name}: {_shape(graph, node.meta.get('val'))},  # {name}")
-    lines.append("):")
-    section = ""
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output") or isinstance(node.meta.get("val"), SymInt):
-            continue  # sizes are printed where they are used
-        here = "backward" if node in backward else "forward"
-        if here != section:
-            section = here
-            lines.append(f"    # {here}")
-        lines.append(f"    {_line(graph, node)}")
-    lines.append("    return (")
-    for desc, result in zip(graph.outputs, graph.results, strict=True):
-        what = _output_name(desc)
-        lines.append(f"        {result.name if isinstance(result, fx.Node) else result},{f'  # {what}' if what else ''}")
-    lines.append("    )")
+def provenance(before: TrainingGraph, after: TrainingGraph, decisions: Mapping[str, str]) -> str:
+    """By block and line of the model's code: its operators, forward and backward, and the decisions on the tensors it reads.
+
+    Args:
+        before, after: as captured, and as the passes leave it; operators that are gone there are marked with "-".
+    """
+    forward = ancestors(before.forward_results())
+    kept = {node.name for node in after.graph.nodes}
+    parameters = before.parameter_nodes()
+    found: dict[tuple[str, SourceLine], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for node in before.graph.nodes:
+        line = source_line(node) if node.op == "call_function" else None
+        if line is None:
+            continue
+        entry = found[block_name(module_path(node) + ".weight"), line]
+        entry["forward" if node in forward else "backward"].append(node.name if node.name in kept else f"-{node.name}")
+        for name in (parameters[n] for n in node.all_input_nodes if n in parameters):
+            if name not in entry["tensors"]:
+                entry["tensors"].append(name)
+    lines, block = ["Operators that the passes have removed are marked with a minus."], ""
+    for (where, line), entry in found.items():
+        if where != block:
+            block = where
+            lines += ["", block or "(no module)"]
+        lines.append(f"  {line.short_file}:{line.number} in {line.function}: {line.code}")
+        for half in ("forward", "backward"):
+            if entry[half]:
+                lines.append(f"    {half:9} {' '.join(entry[half])}")
+        lines.extend(f"    {name}: {decisions.get(name, 'no parameter of the plan')}" for name in entry["tensors"])
     return "\n".join(lines) + "\n"
 
 
-def _line(graph: TrainingGraph, node: fx.Node) -> str:
-    args = [_argument(graph, a) for a in node.args] + [f"{k}={_argument(graph, v)}" for k, v in node.kwargs.items()]
-    target = node.target if isinstance(node.target, str) else _target_name(node.target)
-    if node.op == "get_attr":
-        return f"{node.name} = self.{target}"
-    return f"{node.name}: {_shape(graph, node.meta.get('val'))} = {target}({', '.join(args)})"
-
-
-def _target_name(target: Any) -> str:
-    return str(target) if hasattr(target, "overloadpacket") else getattr(target, "__name__", str(target))
-
-
-def _argument(graph: TrainingGraph, value: Any) -> str:
-    if isinstance(value, fx.Node):
-        inner = value.meta.get("val")
-        return value.name if isinstance(inner, (Tensor, tuple, list)) or inner is None else str(graph.formula(inner))
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_argument(graph, v) for v in value) + "]"
-    return str(value)
-
-
-def _shape(graph: TrainingGraph, value: Any) -> str:
-    if isinstance(value, Tensor):
-        kind = str(value.dtype).removeprefix("torch.")
-        return f"{kind}[{', '.join(str(graph.formula(s)) for s in value.shape)}]"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(_shape(graph, v) for v in pytree.tree_leaves(value)) + ")"
-    return "int" if value is not None else "None"
-
-
-def _input_name(desc: compat.InputDesc) -> str:
-    if desc.kind == "tangent":
-        return f"gradient of {_output_name(desc.target)}"
-    return f"{desc.kind} {desc.target}"
-
-
-def _output_name(desc: compat.OutputDesc) -> str:
-    if desc.kind == "gradient":
-        return f"gradient of {_input_name(desc.target)}"
-    if desc.kind == "mutation":
-        return f"new value of {_input_name(desc.target)}"
-    return "" if desc.kind == "none" else f"{desc.kind} {desc.target}"
-
-
-def _readable_module(module: fx.GraphModule, title: str) -> str:
+def _compiled(module: fx.GraphModule, title: str, names: Mapping[str, str]) -> str:
+    """A graph that was handed to the backend, as Python; inputs have the names of the joint graph's text."""
     text = module.print_readable(print_output=False, include_stride=True)
-    return f"# as compiled, {title}\n{text}\n"
+    text = re.sub(r"^( *)class <lambda>", r"\1class GraphModule", text, flags=re.MULTILINE)
+    text = re.sub(r"\b[a-z]+_\d+\b", lambda found: names.get(found[0], found[0]), text)
+    lines = [part for line in text.splitlines() for part in broken(line.rstrip())]
+    head = [f"# as compiled, {title}", "import torch", "from torch import device", ""]
+    return "\n".join([*head, *lines]).rstrip() + "\n"
+
+
+def _index(verdict: str, files: list[str]) -> str:
+    """The page that links all of them, what people look at first."""
+    order = {name: k for k, name in enumerate(ABOUT)}
+    rows = "\n".join(
+        f'<li><a href="{html.escape(name)}">{html.escape(name)}</a> <span>{html.escape(_about(name))}</span></li>'
+        for name in sorted(files, key=lambda name: order.get(name, len(order)))
+    )
+    folder = resources.files("graphopt.report.html")
+    template, style = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("index.html", "page.css"))
+    return Template(template).substitute(verdict=html.escape(verdict), style=style, files=rows)
+
+
+def _about(name: str) -> str:
+    stage = name.partition("_")[2].rpartition(".")[0]
+    if name.endswith(".diff"):
+        return f"what {stage} changed"
+    if stage.partition("_")[0] in ("forward", "backward"):
+        return f"the {stage.partition('_')[0]} as it was compiled"
+    return ABOUT.get(name, f"the joint graph after {stage}")

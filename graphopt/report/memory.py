@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from rich.table import Table
 from graphopt.analysis.allocator import cuda_memory
 from graphopt.analysis.memory import CATEGORIES, MemoryProfile
 from graphopt.planner.parallel import MemoryPlan
+from graphopt.report.units import BYTE_UNITS, in_bytes, unit_of
+
+OPTIMIZER_WIDTH = 0.1
+"""Of the plotted timeline: it has many operators, and little to see."""
 
 _COLOURS = ("#3b4f6b", "#8095b3", "#b9c6d8", "#c96a3b", "#7a9b57", "#d9a441", "#a9a9a9")
 
@@ -35,7 +40,7 @@ def memory_dict(profile: MemoryProfile, top: int = 10) -> dict[str, Any]:
 def show_memory(profile: MemoryProfile, console: Console, title: str, top: int = 10) -> None:
     """Print the breakdown at the peak and the largest tensors alive there."""
     console.print(
-        f"{title}: peak {_size(profile.peak_bytes)} in the {profile.peak_phase} at {profile.rows[profile.peak_row].node}",
+        f"{title}: peak {in_bytes(profile.peak_bytes)} in the {profile.peak_phase} at {profile.rows[profile.peak_row].node}",
         highlight=False,
     )
     table = Table(title="at the peak")
@@ -43,19 +48,19 @@ def show_memory(profile: MemoryProfile, console: Console, title: str, top: int =
     table.add_column("bytes", justify="right")
     table.add_column("share", justify="right")
     for category, size in profile.breakdown.items():
-        table.add_row(category, _size(size), f"{size / profile.peak_bytes:.1%}")
+        table.add_row(category, in_bytes(size), f"{size / profile.peak_bytes:.1%}")
     console.print(table)
     table = Table(title=f"the {top} largest tensors there")
     for column in ("tensor", "module", "shape", "bytes", "category", "why"):
         table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
     for live in profile.top(top):
         shape = "x".join(map(str, live.shape))
-        table.add_row(live.name, live.module, shape, _size(live.bytes), live.category, live.why)
+        table.add_row(live.name, live.module, shape, in_bytes(live.bytes), live.category, live.why)
     console.print(table)
     cuda = cuda_memory(profile)
     console.print(
-        f"CUDA caching allocator: {_size(cuda.allocated_bytes)} allocated, {_size(cuda.reserved_bytes)} reserved, "
-        f"{_size(cuda.total_bytes)} with a context of {_size(cuda.context_bytes)}"
+        f"CUDA caching allocator: {in_bytes(cuda.allocated_bytes)} allocated, {in_bytes(cuda.reserved_bytes)} reserved, "
+        f"{in_bytes(cuda.total_bytes)} with a context of {in_bytes(cuda.context_bytes)}"
     )
     for assumption in profile.assumptions:
         console.print(f"  assumed: {assumption}", highlight=False)
@@ -72,47 +77,59 @@ def show_plan(plan: MemoryPlan, console: Console) -> None:
     if not plan.batch_size:
         chosen = "nothing fits, not even one sample with gradients and optimizer states on the host"
     console.print(f"plan: {chosen}", highlight=False)
-    table = Table(title=f"per device of {_size(plan.capacity_bytes)}, {plan.margin:.0%} kept free")
+    table = Table(title=f"per device of {in_bytes(plan.capacity_bytes)}, {plan.margin:.0%} kept free")
     for column in ("strategy", "batch", "samples", "score", "peak", "why"):
         table.add_column(column, justify="left" if column in ("strategy", "why") else "right", overflow="fold")
     for row in plan.table:
-        numbers = (str(row.batch_size), str(row.samples), f"{row.score:g}", _size(row.peak_bytes))
+        numbers = (str(row.batch_size), str(row.samples), f"{row.score:g}", in_bytes(row.peak_bytes))
         table.add_row(row.strategy, *numbers, row.why)
     console.print(table)
     for assumption in plan.assumptions:
         console.print(f"  assumed: {assumption}", highlight=False)
 
 
-def plot_timeline(profile: MemoryProfile, path: Path, title: str) -> None:
-    """Write a PNG: live bytes per category over the step, with the phases and the peak."""
+def plot_timeline(profile: MemoryProfile, path: Path, title: str, capacity: int | None = None) -> None:
+    """Write a PNG: live bytes per category over the step, with the phases, the peak, and the device's bytes if they are known."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = profile.timeline
+    rows, peak = profile.timeline, profile.peak_bytes
+    highest = max(peak, capacity if capacity is not None and capacity < 3 * peak else 0)
+    unit, size = unit_of(highest, BYTE_UNITS, "B")
+    starts = _widths(profile)
     figure = Figure(figsize=(10, 4.5))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     shown = [c for c in CATEGORIES if any(c in row.by_category for row in rows)]
-    series = [[row.by_category.get(c, 0) / 2**30 for row in rows] for c in shown]
+    series = [[row.by_category.get(c, 0) / size for row in rows] for c in shown]
     colours = [_COLOURS[CATEGORIES.index(c)] for c in shown]
-    axes.stackplot(range(len(rows)), series, labels=shown, colors=colours, step="mid")
-    for i in range(1, len(rows)):
-        if rows[i].phase != rows[i - 1].phase:
-            axes.axvline(i, color="black", linewidth=0.8, linestyle=":")
+    axes.stackplot(starts[:-1], series, labels=shown, colors=colours, step="post")
     for phase in dict.fromkeys(row.phase for row in rows):
-        steps = [row.step for row in rows if row.phase == phase]
-        axes.text(sum(steps) / len(steps), profile.peak_bytes / 2**30 * 1.03, phase, ha="center", fontsize=9)
-    axes.plot(profile.peak_row, profile.peak_bytes / 2**30, "v", color="black", markersize=6)
-    axes.set(xlabel="node", ylabel="GiB alive", title=title, xlim=(0, max(1, len(rows) - 1)))
-    axes.set_ylim(0, profile.peak_bytes / 2**30 * 1.1)
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
+        inside = [k for k, row in enumerate(rows) if row.phase == phase]
+        left, right = starts[inside[0]], starts[inside[-1] + 1]
+        axes.axvline(left, color="black", linewidth=0.6, linestyle=":")
+        axes.text((left + right) / 2, -0.03, phase, ha="center", va="top", fontsize=9, transform=axes.get_xaxis_transform())
+    at, value = starts[profile.peak_row], peak / size
+    axes.plot(at, value, "o", color="black", markersize=4)
+    where = f"peak {in_bytes(peak)} at {profile.rows[profile.peak_row].node}"
+    axes.annotate(where, (at, value), (0, 6), textcoords="offset points", ha="right" if at > 0.5 else "left", fontsize=9)
+    if capacity is not None and highest == capacity:
+        axes.axhline(capacity / size, color="#b3423a", linestyle="--", linewidth=1.2)
+        axes.text(1.0, capacity / size, f"device: {in_bytes(capacity)} ", ha="right", va="bottom", fontsize=9, color="#b3423a")
+    axes.set(ylabel=f"{unit} alive", xlim=(0, 1), ylim=(0, 1.14 * highest / size), xticks=[])
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, frameon=False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def _size(count: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count} B"
+def _widths(profile: MemoryProfile) -> list[float]:
+    """Where each row begins, from 0 to 1, and 1: phases are as wide as they have rows, the optimizer a tenth."""
+    phases = [row.phase for row in profile.rows]
+    optimizer = phases.count("optimizer")
+    others = len(phases) - optimizer
+    share = OPTIMIZER_WIDTH if optimizer and others else float(bool(optimizer))
+    widths = [share / optimizer if phase == "optimizer" else (1 - share) / others for phase in phases]
+    return [0.0, *itertools.accumulate(widths[:-1]), 1.0]

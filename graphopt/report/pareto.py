@@ -10,16 +10,17 @@ from rich.table import Table
 
 from graphopt.planner.guidance import Worth, cliffs
 from graphopt.planner.pareto import Point
+from graphopt.report.units import BYTE_UNITS, in_bytes, in_percent, unit_of
 
 
 def show_points(points: Sequence[Point], console: Console) -> None:
     """Print one row per plan."""
     table = Table(title="Plans of which none is worse than another in everything")
-    for column in ("FLOPs", "peak MB", "importance kept", "trained", "compressed", "segments computed again"):
+    for column in ("FLOPs", "peak", "importance kept", "trained", "compressed", "segments computed again"):
         table.add_column(column, justify="right")
     for p in points:
         table.add_row(
-            f"{p.flops_ratio:.1%}", f"{p.peak_bytes / 1e6:,.1f}", f"{p.importance:.1%}", str(p.trained), str(p.compressed),
+            in_percent(p.flops_ratio), in_bytes(p.peak_bytes), in_percent(p.importance), str(p.trained), str(p.compressed),
             str(p.recomputed),
         )  # fmt: skip
     console.print(table)
@@ -34,21 +35,24 @@ def show_worth(curve: Sequence[Worth], console: Console) -> None:
     for worth in curve:
         if worth.flops in steep or worth is curve[0] or round(worth.flops * 100) % 10 == 0:
             note = "a cliff: less trains much less" if worth.flops in steep else ""
-            table.add_row(f"{worth.flops:.2f}", f"{worth.value:.1%}", str(worth.trained), note)
+            table.add_row(f"{worth.flops:.2f}", in_percent(worth.value), str(worth.trained), note)
     console.print(table)
 
 
-def plot_points(points: Sequence[Point], path: Path) -> None:
-    """FLOPs across, peak memory up, importance as colour, as a PNG."""
+def plot_points(points: Sequence[Point], path: Path, title: str = "") -> None:
+    """FLOPs across, peak memory up, importance as colour, as a PNG; a line along the plans that keep everything, and a mark for full training."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 4.4))
+    unit, size = unit_of(max(p.peak_bytes for p in points), BYTE_UNITS, "B")
+    figure = Figure(figsize=(7.2, 4.8))
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    front = sorted((p for p in points if p.importance == 1.0), key=lambda p: p.flops_ratio)
+    axes.plot([p.flops_ratio for p in front], [p.peak_bytes / size for p in front], color="#9aa4b2", linewidth=1, zorder=1)
     drawn = axes.scatter(
         [p.flops_ratio for p in points],
-        [p.peak_bytes / 1e6 for p in points],
+        [p.peak_bytes / size for p in points],
         c=[p.importance for p in points],
         s=[40 + 80 * (p.compressed > 0) for p in points],
         cmap="viridis",
@@ -56,8 +60,17 @@ def plot_points(points: Sequence[Point], path: Path) -> None:
         vmax=1.0,
         edgecolors="black",
         linewidths=0.5,
+        zorder=2,
     )
+    full = [p for p in points if p.importance == 1.0 and not p.recomputed and not p.compressed]
+    for p in full[:1]:
+        at = p.flops_ratio, p.peak_bytes / size
+        axes.scatter(*at, marker="D", s=130, facecolors="none", edgecolors="black", linewidths=1.4, zorder=3)
+        axes.annotate("full training", at, (0, 11), textcoords="offset points", ha="center", fontsize=9)
     figure.colorbar(drawn, ax=axes, label="importance kept")
-    axes.set(xlabel="FLOPs of a step / full training's", ylabel="peak memory, MB (large: gradients compressed)")
+    axes.set(xlabel="FLOPs of a step / full training's", ylabel=f"peak memory, {unit} (large: gradients compressed)")
+    axes.set_title(title or "Plans of which none is worse than another in everything", fontsize=11)
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.graph import TrainingGraph, ancestors
+from graphopt.report.units import FLOP_UNITS, unit_of
 
 
 @dataclass
@@ -88,11 +89,11 @@ def block_picture(before: TrainingGraph, after: TrainingGraph) -> str:
     from matplotlib.figure import Figure
 
     rows = blocks(before, after)
-    figure = Figure(figsize=(9, 0.34 * len(rows) + 1.4))
+    figure = Figure(figsize=(9, 0.34 * len(rows) + 1.8))
     FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     heights = range(len(rows))
-    scale = 1e9
+    unit, scale = unit_of(max((b.forward + b.backward_before for b in rows), default=0), FLOP_UNITS, "FLOPs")
     axes.barh(heights, [b.forward / scale for b in rows], color="#9ab", label="forward")
     left = [b.forward / scale for b in rows]
     axes.barh(
@@ -106,10 +107,11 @@ def block_picture(before: TrainingGraph, after: TrainingGraph) -> str:
     axes.barh(heights, [b.backward_after / scale for b in rows], left=left, color="#d96", label="backward, kept")
     axes.set_yticks(list(heights), [f"{b.name}  ({b.trained}/{b.parameters} trained)" for b in rows], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(f"GFLOPs at batch {before.batch_size} (input at the top, output at the bottom)")
-    axes.legend(fontsize=8)
+    axes.set_xlabel(f"{unit} at batch {before.batch_size} (input at the top, output at the bottom)")
+    axes.set_title("FLOPs of the model's blocks, and what the passes leave out", fontsize=10, loc="left")
+    figure.legend(fontsize=8, ncols=3, loc="lower center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     stream = io.StringIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue()

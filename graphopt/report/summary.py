@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from html import escape
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.optimizers import OptimizerFactory
+from graphopt.errors import GraphoptError
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.passes.state import State
 from graphopt.passes.technique import technique
+from graphopt.planner.pareto import Point
 from graphopt.planner.plan import Plan
+from graphopt.report.html.details import Source, page, with_options
 from graphopt.report.plan import PlanSummary, StepClock, summarise
 from graphopt.report.selection import SelectionSummary, summarise_selection
 from graphopt.report.tensors import TensorRow, tensor_rows
@@ -79,6 +87,7 @@ class Report:
     selection: SelectionSummary | None = None
     tensors: list[TensorRow] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    _source: Source | None = field(default=None, repr=False, compare=False)
 
     @property
     def verdict(self) -> str:
@@ -87,8 +96,47 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; docs/report.md describes them."""
-        values = {name: value for name, value in asdict(self).items() if name != "lines"}
-        return {"schema": SCHEMA, "verdict": self.verdict, **values}
+        values = asdict(replace(self, lines=[], _source=None))
+        shown = {name: value for name, value in values.items() if name not in ("lines", "_source")}
+        return {"schema": SCHEMA, "verdict": self.verdict, **shown}
+
+    def to_html(
+        self,
+        path: str | Path | None = None,
+        *,
+        title: str = "",
+        optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = "adamw",
+        device_memory: int | str | None = None,
+        front: Sequence[Point] = (),
+    ) -> str:
+        """One page of HTML: blocks, memory over the step, what every budget trains, tensors, techniques with their diffs.
+
+        The page needs no other file and no network. Predicting the memory takes a while, as `graphopt.analyze(...).memory` does.
+
+        Args:
+            path: a file to write the page to, as well.
+            title: of the page.
+            optimizer: whose states count in the memory; see `graphopt.analyze`.
+            device_memory: of the device, such as "24GiB", to be compared with the peak.
+            front: plans over FLOPs, memory and value, by `graphopt.api.pareto`.
+        Raises:
+            GraphoptError: nothing was captured, as with GRAPHOPT_DISABLE=1: there is nothing to draw.
+        """
+        if self._source is None:
+            raise GraphoptError(f"there is no graph to draw a page of: {self.verdict} print(report) says what is known.")
+        source = with_options(self._source, optimizer, device_memory, front, title)
+        text = page(source, self.to_dict())
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the verdict, and the text of the report to be opened."""
+        text = escape(str(self).partition("\n\n")[2])
+        return f"<p><strong>{escape(self.verdict)}</strong></p><details><summary>Report</summary><pre>{text}</pre></details>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_source": None}
 
     def __str__(self) -> str:
         return report_text(self)
@@ -173,4 +221,5 @@ def make_report(
         selection=summarise_selection(plan, captured),
         tensors=tensor_rows(plan, graph, captured, flops, ratio),
         lines=[line for section in sections.values() for line in section.lines],
+        _source=Source(graph, plan, captured, captures.backend if captures.backend == "inductor" else "aot_eager"),
     )

@@ -7,7 +7,7 @@ from torch import nn
 from graphopt import PassError
 from graphopt.analysis.flops import flop_profile
 from graphopt.capture import capture
-from graphopt.report.graph_dump import readable
+from graphopt.report.python_text import readable
 from graphopt.testing import check_pass
 from tests import zoo
 
@@ -31,44 +31,48 @@ class GoldenDumps(expecttest.TestCase):
             readable(graph),
             """\
 # joint graph; B is the batch size
+import torch
+aten = torch.ops.aten
+
 def step(
-    primals_1: float32[4, 3],  # parameter first.weight
-    primals_2: float32[2, 4],  # parameter second.weight
-    primals_3: float32[B, 3],  # input 0
-    tangents_1: float32[],  # gradient of output 0
+    first_weight: "float32[4, 3]",  # parameter first.weight
+    second_weight: "float32[2, 4]",  # parameter second.weight
+    input_0: "float32[B, 3]",  # input 0
+    grad_output_0: "float32[]",  # gradient of output 0
 ):
+    B = input_0.size(0)
     # forward
-    t: float32[3, 4] = aten.t.default(primals_1)
-    mm: float32[B, 4] = aten.mm.default(primals_3, t)
-    relu: float32[B, 4] = aten.relu.default(mm)
-    detach: float32[B, 4] = aten.detach.default(relu)
-    t_1: float32[4, 2] = aten.t.default(primals_2)
-    mm_1: float32[B, 2] = aten.mm.default(relu, t_1)
-    pow_1: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 2)
-    sum_1: float32[] = aten.sum.default(pow_1)
+    t: "float32[3, 4]" = aten.t.default(first_weight)
+    mm: "float32[B, 4]" = aten.mm.default(input_0, t)
+    relu: "float32[B, 4]" = aten.relu.default(mm)
+    detach: "float32[B, 4]" = aten.detach.default(relu)
+    t_1: "float32[4, 2]" = aten.t.default(second_weight)
+    mm_1: "float32[B, 2]" = aten.mm.default(relu, t_1)
+    pow_1: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 2)
+    sum_1: "float32[]" = aten.sum.default(pow_1)
     # backward
-    expand: float32[B, 2] = aten.expand.default(tangents_1, [B, 2])
+    expand: "float32[B, 2]" = aten.expand.default(grad_output_0, [B, 2])
     # forward
-    pow_2: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 1.0)
-    mul_10: float32[B, 2] = aten.mul.Scalar(pow_2, 2.0)
+    pow_2: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 1.0)
+    mul_10: "float32[B, 2]" = aten.mul.Scalar(pow_2, 2.0)
     # backward
-    mul_11: float32[B, 2] = aten.mul.Tensor(expand, mul_10)
-    t_2: float32[2, B] = aten.t.default(mul_11)
-    mm_2: float32[2, 4] = aten.mm.default(t_2, relu)
-    t_3: float32[4, 2] = aten.t.default(mm_2)
+    mul_11: "float32[B, 2]" = aten.mul.Tensor(expand, mul_10)
+    t_2: "float32[2, B]" = aten.t.default(mul_11)
+    mm_2: "float32[2, 4]" = aten.mm.default(t_2, relu)
+    t_3: "float32[4, 2]" = aten.t.default(mm_2)
     # forward
-    t_4: float32[2, 4] = aten.t.default(t_1)
+    t_4: "float32[2, 4]" = aten.t.default(t_1)
     # backward
-    mm_3: float32[B, 4] = aten.mm.default(mul_11, t_4)
-    t_5: float32[2, 4] = aten.t.default(t_3)
+    mm_3: "float32[B, 4]" = aten.mm.default(mul_11, t_4)
+    t_5: "float32[2, 4]" = aten.t.default(t_3)
     # forward
-    detach_1: float32[B, 4] = aten.detach.default(detach)
+    detach_1: "float32[B, 4]" = aten.detach.default(detach)
     # backward
-    threshold_backward: float32[B, 4] = aten.threshold_backward.default(mm_3, detach_1, 0)
-    t_6: float32[4, B] = aten.t.default(threshold_backward)
-    mm_4: float32[4, 3] = aten.mm.default(t_6, primals_3)
-    t_7: float32[3, 4] = aten.t.default(mm_4)
-    t_8: float32[4, 3] = aten.t.default(t_7)
+    threshold_backward: "float32[B, 4]" = aten.threshold_backward.default(mm_3, detach_1, 0)
+    t_6: "float32[4, B]" = aten.t.default(threshold_backward)
+    mm_4: "float32[4, 3]" = aten.mm.default(t_6, input_0)
+    t_7: "float32[3, 4]" = aten.t.default(mm_4)
+    t_8: "float32[4, 3]" = aten.t.default(t_7)
     return (
         sum_1,  # output 0
         t_8,  # gradient of parameter first.weight
@@ -82,31 +86,35 @@ def step(
             readable(rewritten),
             """\
 # joint graph; B is the batch size
+import torch
+aten = torch.ops.aten
+
 def step(
-    primals_1: float32[4, 3],  # parameter first.weight
-    primals_2: float32[2, 4],  # parameter second.weight
-    primals_3: float32[B, 3],  # input 0
-    tangents_1: float32[],  # gradient of output 0
+    first_weight: "float32[4, 3]",  # parameter first.weight
+    second_weight: "float32[2, 4]",  # parameter second.weight
+    input_0: "float32[B, 3]",  # input 0
+    grad_output_0: "float32[]",  # gradient of output 0
 ):
+    B = input_0.size(0)
     # forward
-    t: float32[3, 4] = aten.t.default(primals_1)
-    mm: float32[B, 4] = aten.mm.default(primals_3, t)
-    relu: float32[B, 4] = aten.relu.default(mm)
-    t_1: float32[4, 2] = aten.t.default(primals_2)
-    mm_1: float32[B, 2] = aten.mm.default(relu, t_1)
-    pow_1: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 2)
-    sum_1: float32[] = aten.sum.default(pow_1)
+    t: "float32[3, 4]" = aten.t.default(first_weight)
+    mm: "float32[B, 4]" = aten.mm.default(input_0, t)
+    relu: "float32[B, 4]" = aten.relu.default(mm)
+    t_1: "float32[4, 2]" = aten.t.default(second_weight)
+    mm_1: "float32[B, 2]" = aten.mm.default(relu, t_1)
+    pow_1: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 2)
+    sum_1: "float32[]" = aten.sum.default(pow_1)
     # backward
-    expand: float32[B, 2] = aten.expand.default(tangents_1, [B, 2])
+    expand: "float32[B, 2]" = aten.expand.default(grad_output_0, [B, 2])
     # forward
-    pow_2: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 1.0)
-    mul_10: float32[B, 2] = aten.mul.Scalar(pow_2, 2.0)
+    pow_2: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 1.0)
+    mul_10: "float32[B, 2]" = aten.mul.Scalar(pow_2, 2.0)
     # backward
-    mul_11: float32[B, 2] = aten.mul.Tensor(expand, mul_10)
-    t_2: float32[2, B] = aten.t.default(mul_11)
-    mm_2: float32[2, 4] = aten.mm.default(t_2, relu)
-    t_3: float32[4, 2] = aten.t.default(mm_2)
-    t_5: float32[2, 4] = aten.t.default(t_3)
+    mul_11: "float32[B, 2]" = aten.mul.Tensor(expand, mul_10)
+    t_2: "float32[2, B]" = aten.t.default(mul_11)
+    mm_2: "float32[2, 4]" = aten.mm.default(t_2, relu)
+    t_3: "float32[4, 2]" = aten.t.default(mm_2)
+    t_5: "float32[2, 4]" = aten.t.default(t_3)
     return (
         sum_1,  # output 0
         None,  # gradient of parameter first.weight
@@ -124,40 +132,44 @@ def step(
             readable(rewritten),
             """\
 # joint graph; B is the batch size
+import torch
+aten = torch.ops.aten
+
 def step(
-    primals_1: float32[4, 3],  # parameter first.weight
-    primals_2: float32[2, 4],  # parameter second.weight
-    primals_3: float32[B, 3],  # input 0
-    tangents_1: float32[],  # gradient of output 0
+    first_weight: "float32[4, 3]",  # parameter first.weight
+    second_weight: "float32[2, 4]",  # parameter second.weight
+    input_0: "float32[B, 3]",  # input 0
+    grad_output_0: "float32[]",  # gradient of output 0
 ):
+    B = input_0.size(0)
     # forward
-    t: float32[3, 4] = aten.t.default(primals_1)
-    mm: float32[B, 4] = aten.mm.default(primals_3, t)
-    relu: float32[B, 4] = aten.relu.default(mm)
-    detach: float32[B, 4] = aten.detach.default(relu)
-    t_1: float32[4, 2] = aten.t.default(primals_2)
-    mm_1: float32[B, 2] = aten.mm.default(relu, t_1)
-    pow_1: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 2)
-    sum_1: float32[] = aten.sum.default(pow_1)
+    t: "float32[3, 4]" = aten.t.default(first_weight)
+    mm: "float32[B, 4]" = aten.mm.default(input_0, t)
+    relu: "float32[B, 4]" = aten.relu.default(mm)
+    detach: "float32[B, 4]" = aten.detach.default(relu)
+    t_1: "float32[4, 2]" = aten.t.default(second_weight)
+    mm_1: "float32[B, 2]" = aten.mm.default(relu, t_1)
+    pow_1: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 2)
+    sum_1: "float32[]" = aten.sum.default(pow_1)
     # backward
-    expand: float32[B, 2] = aten.expand.default(tangents_1, [B, 2])
+    expand: "float32[B, 2]" = aten.expand.default(grad_output_0, [B, 2])
     # forward
-    pow_2: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 1.0)
-    mul_10: float32[B, 2] = aten.mul.Scalar(pow_2, 2.0)
+    pow_2: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 1.0)
+    mul_10: "float32[B, 2]" = aten.mul.Scalar(pow_2, 2.0)
     # backward
-    mul_11: float32[B, 2] = aten.mul.Tensor(expand, mul_10)
+    mul_11: "float32[B, 2]" = aten.mul.Tensor(expand, mul_10)
     # forward
-    t_4: float32[2, 4] = aten.t.default(t_1)
+    t_4: "float32[2, 4]" = aten.t.default(t_1)
     # backward
-    mm_3: float32[B, 4] = aten.mm.default(mul_11, t_4)
+    mm_3: "float32[B, 4]" = aten.mm.default(mul_11, t_4)
     # forward
-    detach_1: float32[B, 4] = aten.detach.default(detach)
+    detach_1: "float32[B, 4]" = aten.detach.default(detach)
     # backward
-    threshold_backward: float32[B, 4] = aten.threshold_backward.default(mm_3, detach_1, 0)
-    t_6: float32[4, B] = aten.t.default(threshold_backward)
-    mm_4: float32[4, 3] = aten.mm.default(t_6, primals_3)
-    t_7: float32[3, 4] = aten.t.default(mm_4)
-    t_8: float32[4, 3] = aten.t.default(t_7)
+    threshold_backward: "float32[B, 4]" = aten.threshold_backward.default(mm_3, detach_1, 0)
+    t_6: "float32[4, B]" = aten.t.default(threshold_backward)
+    mm_4: "float32[4, 3]" = aten.mm.default(t_6, input_0)
+    t_7: "float32[3, 4]" = aten.t.default(mm_4)
+    t_8: "float32[4, 3]" = aten.t.default(t_7)
     return (
         sum_1,  # output 0
         t_8,  # gradient of parameter first.weight

@@ -1,30 +1,128 @@
+import ast
 import json
-from pathlib import Path
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
 
 import graphopt
+from graphopt.graph import TrainingGraph
 from graphopt.report.picture import block_name
+from graphopt.report.python_text import broken, readable
 from tests import zoo
 
 
-def test_every_artifact_is_written_and_readable(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory: pytest.TempPathFactory) -> tuple[graphopt.OptimizedModule, dict[str, str], dict[str, str]]:
+    """An optimised model, and the texts of its dumps before and after a step."""
     model, inputs = zoo.make("bert", 4)
     opt = graphopt.optimize(model, inputs, budget=0.5, backend="aot_eager")
-    names = {p.name for p in opt.dump(tmp_path / "before")}
-    passes = {f"{step}.{kind}" for step in ("1_dead_rows", "2_greentrainer") for kind in ("py", "diff")}
-    assert names == {"0_captured.py", *passes, "blocks.svg", "report.json"}
+    folder = tmp_path_factory.mktemp("dump")
+    before = {p.name: p.read_text("utf-8") for p in opt.dump(folder / "before")}
     zoo.call(opt, inputs).loss.backward()
-    names = {p.name for p in opt.dump(tmp_path / "after")}
-    assert {"3_forward.py", "3_backward.py"} <= names
-    captured = (tmp_path / "after" / "0_captured.py").read_text()
-    assert "float32[4, 12, 32]" in captured
-    assert "s26" not in captured
-    diff = (tmp_path / "after" / "2_greentrainer.diff").read_text()
+    return opt, before, {p.name: p.read_text("utf-8") for p in opt.dump(folder / "after")}
+
+
+Dumped = tuple[graphopt.OptimizedModule, dict[str, str], dict[str, str]]
+
+
+def test_every_artifact_is_written_and_readable(dumped: Dumped) -> None:
+    _, before, after = dumped
+    passes = {f"{step}.{kind}" for step in ("1_dead_rows", "2_greentrainer") for kind in ("py", "diff")}
+    reports = {"report.json", "report.txt", "report.html", "index.html", "provenance.txt", "blocks.svg"}
+    assert set(before) == {"0_captured.py", *passes, *reports}
+    assert {"3_forward.py", "3_backward.py"} <= set(after)
+    assert "float32[4, 12, 32]" in after["0_captured.py"]
+    assert "s26" not in after["0_captured.py"]
+    diff = after["2_greentrainer.diff"]
     assert diff.startswith("--- before greentrainer")
     assert any(line.startswith("-") and "mm" in line for line in diff.splitlines())  # a gradient that is not computed
-    report = json.loads((tmp_path / "after" / "report.json").read_text())
+    report = json.loads(after["report.json"])
     assert report["trained"] + len(report["cut"]) == report["trainable"]
     assert report["step_flops"] <= 0.5 * report["full_step_flops"]
-    assert (tmp_path / "after" / "blocks.svg").read_text().lstrip().startswith("<?xml")
+    assert after["blocks.svg"].lstrip().startswith("<?xml")
+
+
+def test_every_stage_is_python_with_lines_of_code_and_names_of_parameters(dumped: Dumped) -> None:
+    _, _, after = dumped
+    stages = {name: text for name, text in after.items() if name.endswith(".py")}
+    assert len(stages) == 5
+    for name, text in stages.items():
+        ast.parse(text)
+        assert re.search(r"# File: .*modeling_bert.py:\d+ in forward, code: ", text), name
+        assert not re.search(r"\bprimals_\d|\btangents_\d", text), name
+        if name != "3_backward.py":  # which reads transposed weights that the forward hands over
+            assert "bert_encoder_layer_1_attention_self_query_weight" in text, name
+        assert max(map(len, text.splitlines())) <= 250, name
+
+
+def test_a_decision_stands_beside_its_parameter_and_its_gradient(dumped: Dumped) -> None:
+    opt, _, after = dumped
+    cut, kept = opt.report.cut[0], opt.report.selected[0]
+    why = {row.name: row.why for row in opt.report.tensors}
+    text = after["0_captured.py"]
+    assert f"# parameter {cut}; not trained: {why[cut]}" in text
+    assert f"# gradient of parameter {cut}; not trained: {why[cut]}" in text
+    assert f"# parameter {kept}; trained: {why[kept]}" in text
+
+
+def test_provenance_leads_from_a_line_to_operators_and_decisions(dumped: Dumped) -> None:
+    opt, _, after = dumped
+    text = after["provenance.txt"]
+    block = text[text.index("\nbert.encoder.layer.1\n") :].partition("\n\n")[0]
+    (line,) = re.findall(r"^  transformers/models/bert/modeling_bert.py:\d+ in forward: query_layer = .*$", block, re.MULTILINE)
+    entry = block[block.index(line) :].splitlines()[1:4]
+    assert re.match("    forward .* -addmm_", entry[0])  # it runs for one row in the place of all
+    assert entry[1].startswith("    backward ")
+    row = next(r for r in opt.report.tensors if r.name == "bert.encoder.layer.1.attention.self.query.weight")
+    assert f"    {row.name}: {'trained' if row.trained else 'not trained'}: {row.why}" in block
+    removed = {node.name for node in opt.graph.graph.nodes} - {n.name for n in opt.plan.rewrite(opt.graph)[0].graph.nodes}
+    listed = re.findall(r"^    (?:forward|backward) (.*)$", text, re.MULTILINE)
+    assert set(re.findall(r"-(\w+)", " ".join(listed))) <= removed
+
+
+def test_the_index_links_every_file(dumped: Dumped) -> None:
+    _, before, after = dumped
+    for files in (before, after):
+        assert set(re.findall(r'href="([^"]+)"', files["index.html"])) == set(files) - {"index.html"}
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "bert", "llama"])
+def test_the_text_of_a_joint_graph_runs_and_computes_what_the_graph_does(name: str) -> None:
+    graph = zoo.captured(name)
+    values = [random_like(node.meta["val"], graph) for node in graph.placeholders]
+    names: dict[str, Any] = {}
+    exec(compile(readable(graph, sources=True), name, "exec"), names)
+    for constant, value in vars(graph.module).items():
+        setattr(names["step"], constant, value)
+    for constant, value in graph.module.named_buffers():
+        setattr(names["step"], constant, value)
+    torch.manual_seed(0)
+    expected = graph.module(*values)
+    torch.manual_seed(0)
+    found = names["step"](*values)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def random_like(value: Any, graph: TrainingGraph) -> Any:
+    """A value of the same type for an input of a graph, at its captured batch size."""
+    if not isinstance(value, Tensor):
+        return graph.at(value, graph.batch_size)
+    shape = [graph.at(size, graph.batch_size) for size in value.shape]
+    return torch.randn(shape, dtype=value.dtype) if value.is_floating_point() else torch.ones(shape, dtype=value.dtype)
+
+
+def test_a_long_call_is_broken_at_its_own_arguments() -> None:
+    line = "    x = f(" + ", ".join(["[1, 2]", "'a, b'", "g(3, 4)"] * 12) + ")"
+    assert broken(line)[:4] == ["    x = f(", "        [1, 2],", "        'a, b',", "        g(3, 4),"]
+    assert ast.dump(ast.parse("".join(broken(line)).strip())) == ast.dump(ast.parse(line.strip()))
+    assert broken("    y = 1") == ["    y = 1"]
 
 
 def test_report_names_every_approximation() -> None:

@@ -22,7 +22,7 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
-from graphopt.report.graph_dump import readable
+from graphopt.report.python_text import readable
 from graphopt.specialise import specialise
 from graphopt.testing import check_pass
 from graphopt.transforms.partition import split
@@ -51,34 +51,42 @@ class GoldenDumps(expecttest.TestCase):
             text[text.index("    # backward") :],
             """\
     # backward
-    expand: float32[B, 4] = aten.expand.default(tangents_1, [B, 4])
+    expand: "float32[B, 4]" = aten.expand.default(grad_output_0, [B, 4])
     # forward
-    pow_2: float32[B, 4] = aten.pow.Tensor_Scalar(mm_1, 1.0)
-    mul_6: float32[B, 4] = aten.mul.Scalar(pow_2, 2.0)
+    pow_2: "float32[B, 4]" = aten.pow.Tensor_Scalar(mm_1, 1.0)
+    mul_6: "float32[B, 4]" = aten.mul.Scalar(pow_2, 2.0)
     # backward
-    mul_7: float32[B, 4] = aten.mul.Tensor(expand, mul_6)
-    t_2: float32[4, B] = aten.t.default(mul_7)
-    mm_2: float32[4, 8] = aten.mm.default(t_2, mm)
-    t_3: float32[8, 4] = aten.t.default(mm_2)
+    mul_7: "float32[B, 4]" = aten.mul.Tensor(expand, mul_6)
+    t_2: "float32[4, B]" = aten.t.default(mul_7)
+    mm_2: "float32[4, 8]" = aten.mm.default(t_2, mm)
+    t_3: "float32[8, 4]" = aten.t.default(mm_2)
     # forward
-    t_4: float32[4, 8] = aten.t.default(t_1)
+    t_4: "float32[4, 8]" = aten.t.default(t_1)
     # backward
-    mm_3: float32[B, 8] = aten.mm.default(mul_7, t_4)
-    t_5: float32[4, 8] = aten.t.default(t_3)
-    t_6: float32[8, B] = aten.t.default(mm_3)
+    mm_3: "float32[B, 8]" = aten.mm.default(mul_7, t_4)
+    t_5: "float32[4, 8]" = aten.t.default(t_3)
+    t_6: "float32[8, B]" = aten.t.default(mm_3)
     # forward
-    t_default: float32[6, B] = aten.t.default(primals_3)
+    t_default: "float32[6, B]" = aten.t.default(input_0)
     # backward
-    clone_default: float32[8, B] = aten.clone.default(t_6, memory_format=torch.contiguous_format)
+    clone_default: "float32[8, B]" = aten.clone.default(t_6, memory_format=torch.contiguous_format)
     # forward
-    clone_default_1: float32[6, B] = aten.clone.default(t_default, memory_format=torch.contiguous_format)
+    clone_default_1: "float32[6, B]" = aten.clone.default(t_default, memory_format=torch.contiguous_format)
     # backward
-    combine_rows_default: float32[3, B] = graphopt.combine_rows.default(clone_default, given_3, given_4)
+    combine_rows_default: "float32[3, B]" = graphopt.combine_rows.default(
+        clone_default,
+        given_left_rows_of_first_weight,
+        given_left_values_of_first_weight,
+    )
     # forward
-    combine_rows_default_1: float32[3, B] = graphopt.combine_rows.default(clone_default_1, given_5, given_6)
-    t_default_1: float32[B, 3] = aten.t.default(combine_rows_default_1)
+    combine_rows_default_1: "float32[3, B]" = graphopt.combine_rows.default(
+        clone_default_1,
+        given_right_rows_of_first_weight,
+        given_right_values_of_first_weight,
+    )
+    t_default_1: "float32[B, 3]" = aten.t.default(combine_rows_default_1)
     # backward
-    mm_default: float32[3, 3] = aten.mm.default(combine_rows_default, t_default_1)
+    mm_default: "float32[3, 3]" = aten.mm.default(combine_rows_default, t_default_1)
     return (
         sum_1,  # output 0
         mm_default,  # gradient of compressed first.weight

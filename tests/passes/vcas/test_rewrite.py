@@ -21,7 +21,7 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
 from graphopt.graph import TrainingGraph
-from graphopt.report.graph_dump import readable
+from graphopt.report.python_text import readable
 from graphopt.testing import check_pass, compiled
 from tests import zoo
 from tests.draws import drawn_operators, eager_gradients, expectation, made
@@ -48,69 +48,72 @@ class GoldenDumps(expecttest.TestCase):
             text[text.index("    # backward") :],
             """\
     # backward
-    expand: float32[B, 2] = aten.expand.default(tangents_1, [B, 2])
+    expand: "float32[B, 2]" = aten.expand.default(grad_output_0, [B, 2])
     # forward
-    pow_2: float32[B, 2] = aten.pow.Tensor_Scalar(mm_1, 1.0)
-    mul_10: float32[B, 2] = aten.mul.Scalar(pow_2, 2.0)
+    pow_2: "float32[B, 2]" = aten.pow.Tensor_Scalar(mm_1, 1.0)
+    mul_10: "float32[B, 2]" = aten.mul.Scalar(pow_2, 2.0)
     # backward
-    mul_11: float32[B, 2] = aten.mul.Tensor(expand, mul_10)
-    t_2: float32[2, B] = aten.t.default(mul_11)
-    mul_tensor: float32[2, B] = aten.mul.Tensor(t_2, t_2)
-    sum_dim_int_list: float32[B] = aten.sum.dim_IntList(mul_tensor, [0])
-    sqrt_default: float32[B] = aten.sqrt.default(sum_dim_int_list)
+    mul_11: "float32[B, 2]" = aten.mul.Tensor(expand, mul_10)
+    t_2: "float32[2, B]" = aten.t.default(mul_11)
+    mul_tensor: "float32[2, B]" = aten.mul.Tensor(t_2, t_2)
+    sum_dim_int_list: "float32[B]" = aten.sum.dim_IntList(mul_tensor, [0])
+    sqrt_default: "float32[B]" = aten.sqrt.default(sum_dim_int_list)
     # forward
-    mul_tensor_1: float32[B, 4] = aten.mul.Tensor(relu, relu)
-    sum_dim_int_list_1: float32[B] = aten.sum.dim_IntList(mul_tensor_1, [1])
-    sqrt_default_1: float32[B] = aten.sqrt.default(sum_dim_int_list_1)
+    mul_tensor_1: "float32[B, 4]" = aten.mul.Tensor(relu, relu)
+    sum_dim_int_list_1: "float32[B]" = aten.sum.dim_IntList(mul_tensor_1, [1])
+    sqrt_default_1: "float32[B]" = aten.sqrt.default(sum_dim_int_list_1)
     # backward
-    mul_tensor_2: float32[B] = aten.mul.Tensor(sqrt_default, sqrt_default_1)
+    mul_tensor_2: "float32[B]" = aten.mul.Tensor(sqrt_default, sqrt_default_1)
     # forward
-    slice_tensor: float64[2] = aten.slice.Tensor(random_3, 0, 0, 2)
+    slice_tensor: "float64[2]" = aten.slice.Tensor(random_0, 0, 0, 2)
     # backward
-    systematic_rows_default: (int64[4], float64[4], float64[]) = graphopt.systematic_rows.default(mul_tensor_2, slice_tensor, 4)
-    getitem: int64[4] = getitem(systematic_rows_default, 0)
-    getitem_1: float64[4] = getitem(systematic_rows_default, 1)
-    sqrt_default_2: float64[4] = aten.sqrt.default(getitem_1)
-    index_select_default: float32[4, 2] = aten.index_select.default(mul_11, 0, getitem)
-    t_default: float32[2, 4] = aten.t.default(index_select_default)
-    _to_copy_default: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
-    view_default: float32[4] = aten.view.default(_to_copy_default, [-1])
-    mul_tensor_3: float32[2, 4] = aten.mul.Tensor(t_default, view_default)
-    index_select_default_1: float32[4, 4] = aten.index_select.default(relu, 0, getitem)
-    _to_copy_default_1: float32[4] = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
-    view_default_1: float32[4, 1] = aten.view.default(_to_copy_default_1, [-1, 1])
-    mul_tensor_4: float32[4, 4] = aten.mul.Tensor(index_select_default_1, view_default_1)
-    mm_2: float32[2, 4] = aten.mm.default(mul_tensor_3, mul_tensor_4)
-    t_3: float32[4, 2] = aten.t.default(mm_2)
+    systematic_rows_default: "(int64[4], float64[4], float64[])" = graphopt.systematic_rows.default(mul_tensor_2, slice_tensor, 4)
+    getitem: "int64[4]" = operator.getitem(systematic_rows_default, 0)
+    getitem_1: "float64[4]" = operator.getitem(systematic_rows_default, 1)
+    sqrt_default_2: "float64[4]" = aten.sqrt.default(getitem_1)
+    index_select_default: "float32[4, 2]" = aten.index_select.default(mul_11, 0, getitem)
+    t_default: "float32[2, 4]" = aten.t.default(index_select_default)
+    _to_copy_default: "float32[4]" = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
+    view_default: "float32[4]" = aten.view.default(_to_copy_default, [-1])
+    mul_tensor_3: "float32[2, 4]" = aten.mul.Tensor(t_default, view_default)
+    index_select_default_1: "float32[4, 4]" = aten.index_select.default(relu, 0, getitem)
+    _to_copy_default_1: "float32[4]" = aten._to_copy.default(sqrt_default_2, dtype=torch.float32)
+    view_default_1: "float32[4, 1]" = aten.view.default(_to_copy_default_1, [-1, 1])
+    mul_tensor_4: "float32[4, 4]" = aten.mul.Tensor(index_select_default_1, view_default_1)
+    mm_2: "float32[2, 4]" = aten.mm.default(mul_tensor_3, mul_tensor_4)
+    t_3: "float32[4, 2]" = aten.t.default(mm_2)
     # forward
-    t_4: float32[2, 4] = aten.t.default(t_1)
+    t_4: "float32[2, 4]" = aten.t.default(t_1)
     # backward
-    mm_3: float32[B, 4] = aten.mm.default(mul_11, t_4)
-    _to_copy_default_2: float64[B, 4] = aten._to_copy.default(mm_3, dtype=torch.float64)
-    mul_tensor_5: float64[B, 4] = aten.mul.Tensor(_to_copy_default_2, _to_copy_default_2)
-    sum_dim_int_list_2: float64[B] = aten.sum.dim_IntList(mul_tensor_5, [1])
-    sqrt_default_3: float64[B] = aten.sqrt.default(sum_dim_int_list_2)
+    mm_3: "float32[B, 4]" = aten.mm.default(mul_11, t_4)
+    _to_copy_default_2: "float64[B, 4]" = aten._to_copy.default(mm_3, dtype=torch.float64)
+    mul_tensor_5: "float64[B, 4]" = aten.mul.Tensor(_to_copy_default_2, _to_copy_default_2)
+    sum_dim_int_list_2: "float64[B]" = aten.sum.dim_IntList(mul_tensor_5, [1])
+    sqrt_default_3: "float64[B]" = aten.sqrt.default(sum_dim_int_list_2)
     # forward
-    slice_tensor_1: float64[2] = aten.slice.Tensor(random_3, 0, 2, 4)
+    slice_tensor_1: "float64[2]" = aten.slice.Tensor(random_0, 0, 2, 4)
     # backward
-    systematic_rows_default_1: (int64[3], float64[3], float64[]) = \
-graphopt.systematic_rows.default(sqrt_default_3, slice_tensor_1, 3)
-    getitem_2: int64[3] = getitem(systematic_rows_default_1, 0)
-    getitem_3: float64[3] = getitem(systematic_rows_default_1, 1)
-    index_select_default_2: float32[3, 4] = aten.index_select.default(mm_3, 0, getitem_2)
-    _to_copy_default_3: float32[3] = aten._to_copy.default(getitem_3, dtype=torch.float32)
-    view_default_2: float32[3, 1] = aten.view.default(_to_copy_default_3, [-1, 1])
-    mul_tensor_6: float32[3, 4] = aten.mul.Tensor(index_select_default_2, view_default_2)
-    t_5: float32[2, 4] = aten.t.default(t_3)
-    index_select_default_3: float32[3, 4] = aten.index_select.default(relu, 0, getitem_2)
-    detach_default: float32[3, 4] = aten.detach.default(index_select_default_3)
-    detach_default_1: float32[3, 4] = aten.detach.default(detach_default)
-    threshold_backward: float32[3, 4] = aten.threshold_backward.default(mul_tensor_6, detach_default_1, 0)
-    t_6: float32[4, 3] = aten.t.default(threshold_backward)
-    index_select_default_4: float32[3, 3] = aten.index_select.default(primals_3, 0, getitem_2)
-    mm_4: float32[4, 3] = aten.mm.default(t_6, index_select_default_4)
-    t_7: float32[3, 4] = aten.t.default(mm_4)
-    t_8: float32[4, 3] = aten.t.default(t_7)
+    systematic_rows_default_1: "(int64[3], float64[3], float64[])" = graphopt.systematic_rows.default(
+        sqrt_default_3,
+        slice_tensor_1,
+        3,
+    )
+    getitem_2: "int64[3]" = operator.getitem(systematic_rows_default_1, 0)
+    getitem_3: "float64[3]" = operator.getitem(systematic_rows_default_1, 1)
+    index_select_default_2: "float32[3, 4]" = aten.index_select.default(mm_3, 0, getitem_2)
+    _to_copy_default_3: "float32[3]" = aten._to_copy.default(getitem_3, dtype=torch.float32)
+    view_default_2: "float32[3, 1]" = aten.view.default(_to_copy_default_3, [-1, 1])
+    mul_tensor_6: "float32[3, 4]" = aten.mul.Tensor(index_select_default_2, view_default_2)
+    t_5: "float32[2, 4]" = aten.t.default(t_3)
+    index_select_default_3: "float32[3, 4]" = aten.index_select.default(relu, 0, getitem_2)
+    detach_default: "float32[3, 4]" = aten.detach.default(index_select_default_3)
+    detach_default_1: "float32[3, 4]" = aten.detach.default(detach_default)
+    threshold_backward: "float32[3, 4]" = aten.threshold_backward.default(mul_tensor_6, detach_default_1, 0)
+    t_6: "float32[4, 3]" = aten.t.default(threshold_backward)
+    index_select_default_4: "float32[3, 3]" = aten.index_select.default(input_0, 0, getitem_2)
+    mm_4: "float32[4, 3]" = aten.mm.default(t_6, index_select_default_4)
+    t_7: "float32[3, 4]" = aten.t.default(mm_4)
+    t_8: "float32[4, 3]" = aten.t.default(t_7)
     return (
         sum_1,  # output 0
         t_8,  # gradient of parameter first.weight

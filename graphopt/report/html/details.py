@@ -1,0 +1,182 @@
+"""What the page shows, gathered from a graph, a plan and a report."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.memory import MemoryProfile
+from graphopt.analysis.step_memory import step_memory
+from graphopt.budget import parse_bytes
+from graphopt.errors import GraphoptError, first_line
+from graphopt.graph import TrainingGraph
+from graphopt.planner.capacity import capacity
+from graphopt.planner.pareto import Point
+from graphopt.planner.plan import Plan
+from graphopt.report.html.memory import memory_data
+from graphopt.report.html.page import filled
+from graphopt.report.html.plans import solved_plans
+from graphopt.report.html.structure import structure
+from graphopt.report.html.techniques import techniques
+from graphopt.report.units import in_bytes, in_flops, in_percent, in_seconds
+
+VERSION = importlib.metadata.version("graphopt")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a page is made from, beside the report.
+
+    Attributes:
+        graph: that the plan was made on.
+        flops: of full training, at the captured batch size.
+        backend: whose memory is predicted: "inductor" or "aot_eager".
+        optimizer: whose states count; see `graphopt.analyze`.
+        device_memory: bytes of the device, or None.
+        front: plans over FLOPs, memory and value; see `graphopt.pareto`.
+        title: of the page.
+    """
+
+    graph: TrainingGraph
+    plan: Plan
+    flops: FlopProfile
+    backend: str
+    optimizer: Any = "adamw"
+    device_memory: int | str | None = None
+    front: Sequence[Point] = ()
+    title: str = "Training step"
+
+
+def page(source: Source, report: Mapping[str, Any]) -> str:
+    """The page of a report's plain values; see `Report.to_dict`."""
+    plan, graph = source.plan, source.graph
+    rows = report["tensors"]
+    names = [row["name"] for row in rows]
+    position = {name: k for k, name in enumerate(names)}
+    values = plan.importance.values if plan.importance is not None else capacity(graph, source.flops).values
+    told = {row["name"]: row["why"] for row in rows}
+    passes, rewritten = techniques(plan, graph, told)
+    found, lines = structure(graph, rewritten, names)
+    profiles, trouble = _profiles(source, rewritten)
+    solved = solved_plans(plan, graph, source.flops, values, report["flops_ratio"])
+    plans = [{**p, "trained": [position[name] for name in p["trained"]]} for p in solved]
+    device = None if source.device_memory is None else parse_bytes(source.device_memory)
+    limit = device if device is not None else plan.budget.stated().get("memory")
+    memory = {"reason": trouble} if not profiles else memory_data(graph, profiles, graph.batch_size, limit, _one_batch(graph))
+    data = {
+        "figures": _figures(report, profiles, limit),
+        "blocks": found,
+        "lines": lines,
+        "memory": memory,
+        "plans": plans,
+        "trained_from": [min((p["flops"] for p in plans if k in p["trained"]), default=None) for k in range(len(names))],
+        "trainable": len(source.flops.order),
+        "pareto": [asdict(point) for point in source.front],
+        "techniques": passes,
+        "not_needed": list(plan.not_needed.items()),
+        "assumptions": _assumptions(profiles),
+        "environment": _environment(report),
+        "notes": list(report["notes"]),
+        "made": f"Made by graphopt {VERSION} on {datetime.date.today():%Y-%m-%d}. This page loads nothing.",
+    }
+    verdict = report["verdict"] or _of_model(report, profiles, device)
+    return filled(source.title, verdict, {**data, "report": {**report, "verdict": verdict}})
+
+
+def _profiles(source: Source, rewritten: TrainingGraph) -> tuple[list[tuple[str, MemoryProfile]], str]:
+    """Memory of full training and, where the passes change anything, of the plan; or why it cannot be predicted."""
+    graphs = [("full training", source.graph)]
+    if source.plan.passes:
+        graphs.append(("this plan", rewritten))
+    try:
+        return [(label, step_memory(graph, source.backend, source.optimizer)) for label, graph in graphs], ""
+    except GraphoptError as error:
+        return [], f"The memory of a step cannot be predicted: {first_line(error)}"
+
+
+def _of_model(report: Mapping[str, Any], profiles: Sequence[tuple[str, MemoryProfile]], device: int | None) -> str:
+    """The verdict on a model that is not optimised yet."""
+    told = f"A step of batch {report['batch_size']} takes {in_flops(report['step_flops'])}"
+    if not profiles:
+        return f"{told} and trains {report['trained']} tensors."
+    planned = profiles[-1][1]
+    told += f" and {in_bytes(planned.peak_bytes)} at its peak"
+    if device is None:
+        return f"{told}, to train {report['trained']} tensors."
+    fits = "fits" if planned.fits(device) else "does not fit"
+    try:
+        most = planned.max_batch(device)
+    except GraphoptError:  # the batch is fixed, or all fit
+        return f"{told}; it {fits} into {in_bytes(device)}."
+    return f"{told}; it {fits} into {in_bytes(device)}, where {f'batch {most} is the largest' if most else 'no batch fits'}."
+
+
+def _one_batch(graph: TrainingGraph) -> str:
+    if graph.symbolic:
+        return ""
+    reason = f": {graph.static_reason}" if graph.static_reason and "batch of" not in graph.static_reason else ""
+    return f"Predicted for a batch of {graph.batch_size} alone{reason}. The command graphopt report draws other batch sizes, too."
+
+
+def _figures(
+    report: Mapping[str, Any], profiles: Sequence[tuple[str, MemoryProfile]], limit: float | None
+) -> list[dict[str, str]]:
+    """What stands at the top, each with a note."""
+    full, step, batch = report["full_step_flops"], report["step_flops"], report["batch_size"]
+    note = (
+        f"a step of batch {batch}" if step == full else f"{in_percent(report['flops_ratio'])} of full training's {in_flops(full)}"
+    )
+    found = [{"label": "FLOPs", "value": in_flops(step), "note": note}]
+    if profiles:
+        (_, whole), (_, planned) = profiles[0], profiles[-1]
+        peak, before = planned.peak_bytes, whole.peak_bytes
+        note = f"predicted, in the {planned.peak_phase}" if peak == before else f"predicted; full training {in_bytes(before)}"
+        found.append({"label": "Peak memory", "value": in_bytes(peak), "note": note})
+        if limit is not None:
+            fits = f"{in_bytes(limit - peak)} to spare" if peak <= limit else f"{in_bytes(peak - limit)} too much"
+            found.append({"label": f"Fits into {in_bytes(limit)}", "value": "yes" if peak <= limit else "no", "note": fits})
+    found.append({"label": "Tensors trained", "value": f"{report['trained']} of {report['trainable']}", "note": ""})
+    plan = report.get("plan")
+    if plan and plan["measured"]["seconds"] is not None:
+        predicted = plan["predicted"]["seconds"]
+        note = "" if predicted is None else f"measured; forward and backward predicted {in_seconds(predicted)}"
+        found.append({"label": "Time of a step", "value": in_seconds(plan["measured"]["seconds"]), "note": note})
+    inexact = report["approximations"][bool(report["cut"]) :]
+    found.append(
+        {"label": "Gradients", "value": "approximated" if inexact else "exact", "note": "; ".join(inexact) or _of(report)}
+    )
+    return found
+
+
+def _of(report: Mapping[str, Any]) -> str:
+    return "of the tensors that are trained" if report["cut"] else ""
+
+
+def _assumptions(profiles: Sequence[tuple[str, MemoryProfile]]) -> list[str]:
+    counted = ["FLOPs are those of matrix products, convolutions and attention; 2 per multiply-add"]
+    solved = ["Plans of the slider: best value by a knapsack over the graph's costs, exact for a chain of layers"]
+    return [*counted, *(profiles[-1][1].assumptions if profiles else ()), *solved]
+
+
+def _environment(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [
+        ("graphopt", VERSION),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+        ("system", f"{platform.system()} {platform.machine()}"),
+        ("device", report["device"]),
+        ("backend", report["backend"]),
+        ("batch", report["batch"]),
+    ]
+
+
+def with_options(source: Source, optimizer: Any, device_memory: int | str | None, front: Sequence[Point], title: str) -> Source:
+    """The source with what the user asked for."""
+    return replace(source, optimizer=optimizer, device_memory=device_memory, front=tuple(front), title=title or source.title)

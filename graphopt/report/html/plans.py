@@ -1,0 +1,67 @@
+"""Plans for the page's slider: what each budget on FLOPs trains, by the solver that `optimize` uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from graphopt.analysis.flops import FlopProfile
+from graphopt.budget import Budget
+from graphopt.errors import BudgetError
+from graphopt.graph import TrainingGraph
+from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.planner.selection import select
+
+STEP = 0.02
+"""Distance of the budgets."""
+
+RESOLUTION = 20_000
+"""Steps of the knapsack's budget; `optimize` takes more, for one budget."""
+
+
+def solved_plans(
+    plan: Plan, graph: TrainingGraph, flops: FlopProfile, values: Mapping[str, float], ratio: float
+) -> list[dict[str, Any]]:
+    """Budgets from the smallest that trains anything to full training, each with the names of what it trains.
+
+    `used` is the part of a full step's FLOPs that the plan takes. What exact passes save before tensors are selected is
+    counted; what others save later is not. The plan in force stands at its own budget.
+
+    Args:
+        flops: of the captured graph.
+        values: by which tensors are selected.
+        ratio: FLOPs of the step of the plan in force over full training's.
+    """
+    bare = Plan(Budget(flops=1.0), resolve_passes("auto", Budget(flops=0.5)))
+    limit = FlopsLimit(bare, graph, flops)
+    costs = limit.costs
+    ordered = [max(0.0, values.get(name, 0.0)) for name in costs.names]
+    total = math.fsum(ordered) or 1.0
+    found = []
+    for k in range(math.ceil(limit.part(costs.forward_flops) / STEP), round(1 / STEP) + 1):
+        budget = round(k * STEP, 4)
+        most = replace(limit, plan=replace(bare, budget=Budget(flops=budget))).most
+        spare = most - costs.forward_flops - costs.affordable(budget)
+        try:
+            chosen = select(costs, ordered, budget, spare_flops=spare, solver="knapsack", resolution=RESOLUTION)
+        except BudgetError:  # it leaves too little for any gradient
+            continue
+        names = chosen.names if most < costs.step_flops else costs.names
+        used = limit.part(costs.forward_flops + costs.cost([costs.names.index(name) for name in names]))
+        found.append(_solved(budget, used, names, values, total, False))
+    asked = plan.budget.flops
+    if asked is not None and plan.train is not None:
+        names = tuple(name for name in costs.names if name in plan.train)
+        found = [p for p in found if abs(p["flops"] - asked) > STEP / 4]
+        found.append(_solved(asked, ratio, names, values, total, True))
+    return sorted(found, key=lambda p: p["flops"])
+
+
+def _solved(
+    budget: float, used: float, names: tuple[str, ...], values: Mapping[str, float], total: float, in_force: bool
+) -> dict[str, Any]:
+    value = math.fsum(max(0.0, values.get(name, 0.0)) for name in names) / total
+    return {"flops": budget, "used": used, "value": value, "trained": names, "in_force": in_force}
