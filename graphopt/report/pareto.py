@@ -40,7 +40,7 @@ def show_worth(curve: Sequence[Worth], console: Console) -> None:
 
 
 def plot_points(points: Sequence[Point], path: Path, title: str = "") -> None:
-    """FLOPs across, peak memory up, importance as colour, as a PNG; a line along the plans that keep everything, and a mark for full training."""
+    """A PNG: FLOPs across, memory up, importance as colour, a line along plans that keep everything, a mark for full training."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
