@@ -68,7 +68,8 @@ def page(source: Source, report: Mapping[str, Any]) -> str:
     solved = solved_plans(plan, graph, source.flops, values, report["flops_ratio"])
     plans = [{**p, "trained": [position[name] for name in p["trained"]]} for p in solved]
     device = None if source.device_memory is None else parse_bytes(source.device_memory)
-    limit = device if device is not None else plan.budget.stated().get("memory")
+    asked = plan.budget.stated().get("memory")
+    limit = device if device is not None or asked is None else int(asked)
     memory = {"reason": trouble} if not profiles else memory_data(graph, profiles, graph.batch_size, limit, _one_batch(graph))
     data = {
         "figures": _figures(report, profiles, limit),

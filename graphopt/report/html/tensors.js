@@ -2,14 +2,11 @@
 
 const TABLE = { rows: null };
 
-const elements = (row) => row.shape.reduce((a, b) => a * b, 1);
-
 function drawTensors() {
   const rows = REPORT.tensors.map((row, k) => ({ ...row, k, from: DATA.trained_from[k] }));
   const rated = rows.some((row) => row.importance != null);
   const columns = [
     { title: "tensor", kind: "name", value: (r) => r.name, show: (r) => [r.name, el("div", { class: "soft" }, shapeText(r))] },
-    { title: "elements", number: true, value: elements, show: (r) => elements(r).toLocaleString("en-US") },
     { title: "trained", value: (r) => Number(r.trained), show: (r) => mark(r.trained) },
     { title: "t_dw", about: "FLOPs of the tensor's own gradient", number: true, value: (r) => r.weight_grad_flops, show: (r) => flopsOrNone(r.weight_grad_flops) },
     { title: "t_dy", about: "FLOPs of passing the gradient on to the tensors below", number: true, value: (r) => r.input_grad_flops, show: (r) => flopsOrNone(r.input_grad_flops) },
