@@ -1,7 +1,7 @@
 """One run of `graphopt bench selection`: a task fine-tuned with the tensors that a rule selects, and nothing else trained.
 
 Gradients of a dy-only cut are those of a model whose other tensors are frozen, so that runs freeze them and need no compiling.
-FLOPs are counted on the graph; seconds are not compared here.
+FLOPs are counted on the graph as exact rewrites leave it, for every rule alike; seconds are not compared here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.flops import flop_profile
 from graphopt.bench.cases import Row, read_rows
 from graphopt.bench.glosses import rate_factor
 from graphopt.bench.selection_tasks import Task, batches, evaluate, load
+from graphopt.graph import TrainingGraph
 from graphopt.integrations.models import quiet_transformers
-from graphopt.planner.costs import BackwardCosts, backward_costs
+from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.planner.simple_rules import Shapes, in_order, is_vector, shuffled, small_first, topmost
 
 RESULTS = "runs.jsonl"
@@ -56,19 +59,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a rule selects from."""
+    """What a rule selects from.
+
+    Attributes:
+        flops: of a step, as a fraction of full training's; `limit` is what it leaves to the backward.
+    """
 
     task: Task
     costs: BackwardCosts
     shapes: Shapes
     flops: float
+    limit: int
     seed: int
     draw: int
-
-    @property
-    def limit(self) -> int:
-        """FLOPs that the backward may take."""
-        return self.costs.affordable(self.flops)
 
 
 def ours(problem: Problem) -> list[int]:
@@ -126,12 +129,19 @@ def _planned(problem: Problem, passes: Any) -> list[int]:
 
 
 @functools.cache
-def _loaded(task: str, folder: Path) -> tuple[Task, BackwardCosts, Shapes]:
+def _loaded(task: str, folder: Path) -> tuple[Task, TrainingGraph, Shapes]:
     found = load(task, folder)
     model = found.make_model(0)
-    profile = graphopt.analyze(model, found.example()).flops
-    assert isinstance(profile, FlopProfile)
-    return found, backward_costs(profile), {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return found, graphopt.analyze(model, found.example()).graph, shapes
+
+
+@functools.cache
+def _limited(task: str, folder: Path, flops: float) -> tuple[Task, FlopsLimit, Shapes]:
+    """A task, what its gradients cost after exact rewrites within a budget, and its shapes."""
+    found, graph, shapes = _loaded(task, folder)
+    budget = graphopt.Budget(flops=flops)
+    return found, FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, flop_profile(graph)), shapes
 
 
 def train(run: Run, folder: Path) -> dict[str, Any]:
@@ -144,10 +154,11 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     """
     quiet_transformers()
     torch.set_num_threads(1)
-    task, costs, shapes = _loaded(run.task, folder)
+    task, limit, shapes = _limited(run.task, folder, run.flops)
+    costs = limit.costs
     torch.set_float32_matmul_precision(task.precision)
     start = time.perf_counter()
-    chosen = _chosen(run, task, costs, shapes, 0)
+    chosen = _chosen(run, task, limit, shapes, 0)
     choosing = time.perf_counter() - start
     trained_names = [costs.names[k] for k in chosen]
     for earlier in finished(folder / RESULTS):
@@ -162,7 +173,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     for step, batch in zip(range(run.steps), batches(task.train, run.seed), strict=False):
         if run.rule == "rotation" and step and step % PERIOD == 0:
-            _train_only(parameters, costs, _chosen(run, task, costs, shapes, step // PERIOD))
+            _train_only(parameters, costs, _chosen(run, task, limit, shapes, step // PERIOD))
         for group in optimizer.param_groups:
             group["lr"] = run.rate * rate_factor(step / run.steps, 1 / run.steps)
         model(**batch).loss.backward()
@@ -178,7 +189,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         "held_out": held_out,
         "held_out_loss": held_out_loss,
         "trained": trained_names,
-        "step_flops": costs.part(costs.forward_flops + costs.cost(chosen)),
+        "step_flops": limit.part(costs.forward_flops + costs.cost(chosen)),
         "seconds": seconds,
         "choosing_seconds": choosing,
     }
@@ -204,10 +215,11 @@ def _trains_alike(earlier: dict[str, Any], run: Run) -> bool:
     return same and earlier["rule"] != "rotation"
 
 
-def _chosen(run: Run, task: Task, costs: BackwardCosts, shapes: Shapes, period: int) -> list[int]:
+def _chosen(run: Run, task: Task, limit: FlopsLimit, shapes: Shapes, period: int) -> list[int]:
+    costs, most = limit.costs, limit.most - limit.profile.forward
     if run.rule == "full":
         return list(range(len(costs.names)))
-    return RULES[run.rule](Problem(task, costs, shapes, run.flops, run.seed, run.draw + 1000 * period))
+    return RULES[run.rule](Problem(task, costs, shapes, run.flops, most, run.seed, run.draw + 1000 * period))
 
 
 def _train_only(parameters: dict[str, nn.Parameter], costs: BackwardCosts, chosen: list[int]) -> None:
