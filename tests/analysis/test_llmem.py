@@ -126,6 +126,15 @@ def test_table_3_seven_of_nine_selections_agree() -> None:
     assert differing == {"OPT-2.7b": "2DP+2TP", "codegen-2B": "2DP+2TP"}
 
 
+@pytest.mark.parametrize(("counting", "context"), [(Counting.CODE, 800 * MIB), (Counting.PAPER, 1100 * MIB)])
+def test_table_3_all_selections_and_all_cells_hold_at_one_context_size(counting: Counting, context: int) -> None:
+    """A larger context than the tables of one device need: several devices communicate, and NCCL's buffers are in it, too."""
+    for name, (ran, selected) in TABLE_3.items():
+        decision = choose_strategy(published(name), 4, SEQUENCE, CAPACITY, context, counting=counting)
+        fits = {candidate.layout: candidate.batch > 0 for candidate in decision.candidates}
+        assert (tuple(fits[layout] for layout in COLUMNS), NAMES[decision.method]) == (ran, selected), name
+
+
 def test_every_term_worked_out_by_hand() -> None:
     shape = ModelShape(
         layers=2,

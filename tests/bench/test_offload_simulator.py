@@ -40,6 +40,19 @@ def test_the_papers_numbers_that_hold() -> None:
     assert sum(layer.out for layer in llama()) == pytest.approx(0.933, abs=1e-3)
 
 
+def test_the_papers_ratios_to_the_gpus_time_hold_on_gpt2_13b() -> None:
+    """Section 3.1 names llama-7B and divides by Table 4's GPT2-1.3B: 14 GB and 40 GB over 15 GB/s, in its GPU times."""
+    native = simulate(gpt2(), "native").seconds
+    assert 14 / 15 / native == pytest.approx(1.106, abs=5e-4)
+    assert 40 / 15 / native == pytest.approx(3.16, abs=5e-3)
+
+
+def test_zeros_slowdown_on_gpt2_13b_is_the_measured_one() -> None:
+    """Figure 2: 4.28 times the GPU's time, measured; the simulation leaves out what Adam overlaps with copies."""
+    slowdown = simulate(gpt2(), "zero").seconds / simulate(gpt2(), "native").seconds
+    assert slowdown == pytest.approx(4.28, rel=0.05)
+
+
 @pytest.mark.parametrize(("reduction", "layer"), [(1.0, 32), (110, 0), (27.6, 0), (6.9, 21)])
 def test_the_papers_transition_layers_clamped(reduction: float, layer: int) -> None:
     """papers.md 2.3: 32.1, -172, -17.6 and 21.0 before clamping."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import sympy
 from graphopt.passes.runlora.orders import (
@@ -84,9 +86,53 @@ def test_a_trained_weights_gradient_serves_the_adapter_too() -> None:
     assert with_weight == without
 
 
-def test_xa_that_is_not_saved_is_4032_mib_in_the_papers_largest_case() -> None:
-    """Llama-1.3b, 24 layers of 7 products, 24 x 1024 tokens, rank 512, bf16."""
-    tokens, layers = 24 * 1024, 24
-    shapes = [(2048, 2048)] * 4 + [(2048, 5461)] * 2 + [(5461, 2048)]
-    total = sum(saved_bytes(AUTOGRAD, LayerShape(tokens, a, b, (AdapterShape(512),), itemsize=2)) for a, b in shapes)
-    assert layers * total == 4032 * 2**20
+@dataclass(frozen=True)
+class Published:
+    """A model of the paper's figures: tokens of a batch, width, width of the feed-forward, its products, layers, rank."""
+
+    tokens: int
+    width: int
+    wide: int
+    products: int
+    layers: int
+    rank: int
+
+    @property
+    def shapes(self) -> list[LayerShape]:
+        """A block's linear layers: four projections, and a feed-forward of two products or, with a gate, of three."""
+        up = [(self.width, self.wide)] * (self.products - 1)
+        sizes = [(self.width, self.width)] * 4 + up + [(self.wide, self.width)]
+        return [LayerShape(self.tokens, a, b, (AdapterShape(self.rank),), itemsize=2) for a, b in sizes]
+
+
+PUBLISHED = {
+    "llama-60m": (Published(64 * 1024, 512, 1376, 3, 8, 8), 0.012),
+    "llama-250m": (Published(58 * 1024, 768, 2560, 3, 24, 128), 0.089),
+    "llama-250m, rank 256": (Published(34 * 1024, 768, 2560, 3, 24, 256), 0.165),
+    "llama-1.3b": (Published(24 * 1024, 2048, 5461, 3, 24, 512), 0.111),
+    "roberta-base": (Published(64 * 512, 768, 3072, 2, 12, 128), 0.088),
+    "roberta-large": (Published(64 * 512, 1024, 4096, 2, 24, 128), 0.070),
+    "opt-350m": (Published(42 * 512, 1024, 4096, 2, 24, 128), 0.069),
+    "vit-base": (Published(100 * 197, 768, 3072, 2, 12, 32), 0.027),
+}
+"""With the part of the linear layers' FLOPs that the chosen orders save (papers.md, 5.4)."""
+
+
+@pytest.mark.parametrize(("name", "mebibytes"), [("llama-60m", 56), ("llama-250m", 2436), ("llama-1.3b", 4032)])
+def test_xa_that_is_not_saved_takes_the_papers_memory(name: str, mebibytes: int) -> None:
+    model, _ = PUBLISHED[name]
+    assert model.layers * sum(saved_bytes(AUTOGRAD, shape) for shape in model.shapes) == mebibytes * 2**20
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_orders_that_the_paper_chooses_by_flops(name: str) -> None:
+    """forward2 and backward5, but for the square layers of Llama-250m at rank 256: backward4."""
+    model, saving = PUBLISHED[name]
+    variants = [named_order(forward, backward) for forward in FORWARD for backward in BACKWARD]
+    best = {shape: min(variants, key=lambda order: order_flops(order, shape)) for shape in model.shapes}
+    for shape, order in best.items():
+        square = shape.inputs == shape.outputs and model.rank == 256
+        assert (order.forward_name, order.backward_name) == ("forward2", "backward4" if square else "backward5")
+    chosen = sum(order_flops(best[shape], shape) for shape in model.shapes)
+    autograds = sum(order_flops(AUTOGRAD, shape) for shape in model.shapes)
+    assert 1 - chosen / autograds == pytest.approx(saving, abs=6e-4)
