@@ -27,12 +27,6 @@ from graphopt.runtime.stages import stage
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
 
-BATCHES = 2
-"""M: batches of a calibration; each has an exact pass, and a sampled one for every set of ratios that is measured."""
-
-ROWS_SHARE = 0.75
-"""Part of the budget that is for rows; the rest is for the terms of weights' gradients, which rarely use theirs up."""
-
 ATTEMPTS = 3
 """Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
 
@@ -80,9 +74,9 @@ class IdleController(State):
 class SamplingController(State):
     """Keeps the variance that sampling adds under `Budget(variance=...)`; `opt.controller` where that is asked for.
 
-    `ROWS_SHARE` of the budget is for rows (V_act), the rest for the terms of weights' gradients (V_w). A calibration runs
-    `BATCHES` exact passes of the last batches, proposes lower ratios, and runs as many sampled passes with them. Ratios that
-    would add too much variance are raised and measured again, so that none is ever put in force that was measured above the
+    `Vcas.rows_share` of the budget is for rows (V_act), the rest for the terms of weights' gradients (V_w). A calibration runs
+    an exact pass of each of the last `Vcas.batches`, proposes lower ratios, and runs as many sampled passes with them. Ratios
+    that would add too much variance are raised and measured again, so that none is ever put in force that was measured above the
     budget. It uses a random number generator of its own and changes no `.grad`, no buffer and no global random state. Until the
     first one, training is exact.
 
@@ -184,12 +178,12 @@ class SamplingController(State):
             self.counts.spent += 1.0
             return None
         self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
-        self._recent = [*self._recent, as_call(batch)][-BATCHES:]
+        self._recent = [*self._recent, as_call(batch)][-self.rewrite.batches :]
         self._late = self.due.after_step() or self._late
         if not self._late:
             return None
         batches = self._alike()
-        if len(batches) < BATCHES:  # the batch before had another shape
+        if len(batches) < self.rewrite.batches:  # one before had another shape
             return None
         self._late = False
         try:
@@ -237,7 +231,8 @@ class SamplingController(State):
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them."""
-        needed = BATCHES - 1 if self._late else max(0, BATCHES - self.due.remaining)
+        batches = self.rewrite.batches
+        needed = batches - 1 if self._late else max(0, batches - self.due.remaining)
         state = ControllerState(
             ratios=self.state,
             due=self.due.snapshot(),
@@ -291,14 +286,16 @@ class SamplingController(State):
     def _adapt(self, step: MeasuringStep, batches: Sequence[Call]) -> Calibration:
         """Lower the ratios as far as their measured variance allows; returns what was measured with those it settled on."""
         probe = step.probe
-        for_rows, for_terms = ROWS_SHARE * self.tolerance, (1 - ROWS_SHARE) * self.tolerance
+        share = self.rewrite.rows_share
+        for_rows, for_terms = share * self.tolerance, (1 - share) * self.tolerance
         self._calibrations += 1
         measurement = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations)
         exact = measurement.exact()
         norms = exact.norms
         self.counts.calibrating += len(batches)
         fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
-        alpha, beta = self.rewrite.alpha, self.rewrite.beta
+        alpha = self.rewrite.alpha if for_rows else 0.0  # what may add no variance stays whole
+        beta = self.rewrite.beta if for_terms else 1.0
         candidate = proposed(self.state, norms, probe.tokens, alpha, beta, fewest)
         for _ in range(ATTEMPTS):
             seen = measurement.sampled(exact, candidate.rounded)

@@ -68,8 +68,11 @@ class Vcas(Technique):
         seed: of the generator that rows are drawn with.
         every: steps between adaptations (F); the paper's advice is at most 1/50 of all steps, and no more than 500.
         alpha, beta: how fast an adaptation changes the rows' and the tokens' ratios.
+        rows_share: part of `Budget(variance=...)` that is for rows; the rest is for the terms of weights' gradients, which rarely
+            use theirs up. 1 leaves out rows alone, 0 terms alone. The paper's tau for each is `Budget(variance=2 * tau)` and 0.5.
+        batches: of a calibration (M); each has an exact pass, and a sampled one for every set of ratios that is measured.
     Raises:
-        PassError: a ratio outside (0, 1], ratios that increase towards the input, or an unknown sampler.
+        PassError: a ratio outside (0, 1], ratios that increase towards the input, an unknown sampler, or another bad number.
     """
 
     keep_rows: float | tuple[float, ...] | None = None
@@ -79,6 +82,8 @@ class Vcas(Technique):
     every: int = 100
     alpha: float = 0.01
     beta: float = 0.95
+    rows_share: float = 0.75
+    batches: int = 2
     name = "vcas"
     preserves = Preserves.UNBIASED
     serves = ("variance",)
@@ -87,8 +92,11 @@ class Vcas(Technique):
     def __post_init__(self) -> None:
         if self.sampler not in ("systematic", "bernoulli"):
             raise PassError(f"sampler={self.sampler!r}: use 'systematic' or 'bernoulli'.")
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise PassError(f"every={self.every!r} must be at least 1 step.")
+        for name, count, least in (("every", self.every, 1), ("batches", self.batches, 2)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise PassError(f"{name}={count!r} must be a whole number of at least {least}.")
+        if isinstance(self.rows_share, bool) or not isinstance(self.rows_share, (int, float)) or not 0 <= self.rows_share <= 1:
+            raise PassError(f"rows_share={self.rows_share!r} must be a number from 0 to 1.")
         for name, rate in (("alpha", self.alpha), ("beta", self.beta)):
             if not (isinstance(rate, (int, float)) and 0 < rate < 1):
                 raise PassError(f"{name}={rate!r} must be a number between 0 and 1.")

@@ -17,13 +17,13 @@ from tests.runtime.uneven import batches
 
 
 def trained(
-    budget: float | None, steps: int, every: int = 4, dropout: float = 0.0, between: Any = None
+    budget: float | None, steps: int, every: int = 4, dropout: float = 0.0, between: Any = None, **options: Any
 ) -> tuple[nn.Module, SamplingController | None, graphopt.OptimizedModule]:
     torch.manual_seed(0)
     model = zoo.MLP(width=32)
     if dropout:
         model.second = nn.Sequential(model.second, nn.Dropout(dropout))  # type: ignore[assignment]
-    passes: list[Any] = [] if budget is None else [Vcas(every=every, alpha=0.04, beta=0.8)]
+    passes: list[Any] = [] if budget is None else [Vcas(every=every, alpha=0.04, beta=0.8, **options)]
     data = batches(steps)
     opt = graphopt.optimize(model, data[0], budget=graphopt.Budget(variance=budget), passes=passes, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -52,6 +52,24 @@ def test_ratios_fall_and_the_measured_variance_stays_under_the_budget() -> None:
     for adaptation in history:
         ratios = [adaptation.rows.get(name, 1.0) for name in ("third", "second", "first")]
         assert ratios == sorted(ratios, reverse=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_whole_budget_can_be_for_rows_or_for_terms_alone(share: float) -> None:
+    _, controller, _ = trained(0.5, 40, rows_share=share)
+    assert controller is not None
+    spent, other = ("rows_variance", "tokens_variance") if share else ("tokens_variance", "rows_variance")
+    assert all(getattr(a, other) == 0 and getattr(a, spent) <= 0.5 for a in controller.history)
+    kept, whole = ("rows", "tokens") if share else ("tokens", "rows")
+    assert any(ratio < 1 for a in controller.history for ratio in getattr(a, kept).values())
+    assert all(not getattr(a, whole) for a in controller.history)
+
+
+def test_a_calibration_runs_on_as_many_batches_as_it_is_told() -> None:
+    _, controller, _ = trained(0.2, 8, batches=3)
+    assert controller is not None
+    assert controller.counts.calibrating % 3 == 0
+    assert controller.counts.calibrating >= 2 * (3 + 3)
 
 
 def test_until_the_first_calibration_training_is_exact() -> None:

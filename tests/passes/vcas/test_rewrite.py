@@ -16,7 +16,7 @@ from graphopt.passes.vcas.ops import capped_probabilities
 from torch import Tensor, nn
 
 import graphopt
-from graphopt import PassError
+from graphopt import PassError, compat
 from graphopt.analysis.flops import flop_profile
 from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
@@ -402,6 +402,21 @@ def test_a_mean_over_the_batch_is_put_back_on_all_samples() -> None:
         torch.testing.assert_close(value, exact[name])
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(0.5, 0.5), (0.25, 1.0), (0.75, 0.25)])
+def test_flops_of_bert_base_are_the_papers(rows: float, tokens: float) -> None:
+    """Section 6.1: what is saved is 1 - (1 + rho + rho nu) / 3. Products of attention have no weight, and keep their terms."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    ids = torch.zeros((32, 128), dtype=torch.long)
+    with compat.new_fake_mode():
+        model = BertForSequenceClassification(BertConfig(num_hidden_layers=3))
+        graph = capture(model.train(), (), {"input_ids": ids, "labels": torch.zeros(32, dtype=torch.long)})
+    rewrite = Vcas(keep_rows=rows, keep_tokens=tokens)
+    _, report = run_pass(rewrite, graph, rewrite.ratios(graph))
+    saved = 1 - report.step_flops_after / report.step_flops_before
+    assert saved == pytest.approx(1 - (1 + rows + rows * tokens) / 3, abs=0.006)
+
+
 def test_bad_ratios_are_refused() -> None:
     for wrong in (0.0, 1.5, -1.0, "half", float("nan")):
         with pytest.raises(PassError, match="keep_rows"):
@@ -416,6 +431,10 @@ def test_bad_ratios_are_refused() -> None:
         Vcas(every=0)
     with pytest.raises(PassError, match="alpha"):
         Vcas(alpha=2.0)
+    with pytest.raises(PassError, match="batches=1 must be a whole number of at least 2"):
+        Vcas(batches=1)
+    with pytest.raises(PassError, match=r"rows_share=1\.5 must be a number from 0 to 1"):
+        Vcas(rows_share=1.5)
     model, inputs = zoo.make("mlp", 6)
     with pytest.raises(PassError, match="2 ratios for 3 boundaries"):
         graphopt.optimize(model, inputs, passes=[Vcas(keep_rows=(0.9, 0.5))], backend="aot_eager")
