@@ -69,9 +69,21 @@ def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None: 
     }
 
 
+def test_report_writes_a_page_that_says_whether_a_step_fits(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    page = tmp_path / "new" / "r.html"
+    arguments = ("report", "tests.test_cli:mlp", "-o", str(page), "--device-memory", "1GiB", "--backend", "aot_eager", "--quiet")
+    code, out, err = run(monkeypatch, capsys, *arguments)
+    assert (code, out, err) == (0, f"wrote {page}\n", "")
+    text = page.read_text("utf-8")
+    assert "it fits into 1.00 GiB, where batch" in text
+    assert '"trained":6' in text
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["report", "tests.test_cli:mlp", "--device-memory", "much"],
+        ["report", "tests.test_cli:mlp", "--optimizer", "nonsense"],
         ["analyze", "nowhere"],
         ["analyze", "tests.test_cli:missing"],
         ["analyze", "no.such.module:x"],
