@@ -69,7 +69,7 @@ def test_analyze_and_optimize_a_factory(monkeypatch, capsys, tmp_path) -> None: 
     }
 
 
-def test_report_writes_a_page_that_says_whether_a_step_fits(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_report_writes_a_page_that_says_what_fits(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     page = tmp_path / "new" / "r.html"
     arguments = ("report", "tests.test_cli:mlp", "-o", str(page), "--device-memory", "1GiB", "--backend", "aot_eager", "--quiet")
     code, out, err = run(monkeypatch, capsys, *arguments)
