@@ -76,10 +76,13 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     assert circles({name: tmp_path / f"{name}.py" for name in "abc"}) == [{"a", "b", "c"}]
 
 
-def test_a_wheel_has_every_package() -> None:
-    listed = tomllib.loads((PASSES.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {name if file.name == "__init__.py" else name.rpartition(".")[0] for name, file in modules().items()}
-    assert sorted(listed) == sorted(folders)
+def test_a_wheel_has_every_package_and_file() -> None:
+    settings = tomllib.loads((PASSES.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {name if file.name == "__init__.py" else name.rpartition(".")[0]: file.parent for name, file in modules().items()}
+    assert sorted(settings["packages"]) == sorted(folders)
+    listed = {file for name, patterns in settings["package-data"].items() for p in patterns for file in folders[name].glob(p)}
+    others = {f for folder in folders.values() for f in folder.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+    assert others - listed == set()
 
 
 def test_the_root_is_the_pipeline() -> None:

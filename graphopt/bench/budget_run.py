@@ -178,16 +178,14 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
     torch.set_num_threads(settings.threads)
     device, _ = this_device()
     labels = label_numbers()
-    data = Glosses("train", labels, LENGTH)
-    validation = Glosses("validation", labels, LENGTH).tensors
-    rows = {key: tensor[: settings.validation_rows] for key, tensor in validation.items()}
+    data, validation = (Glosses(part, labels, LENGTH) for part in ("train", "validation"))
+    rows = {key: tensor[: settings.validation_rows] for key, tensor in validation.tensors.items()}
     model = pretrained_minilm(len(labels), settings.seed).to(torch.device(device))
     most = settings.steps if name == "exact" else settings.most_steps
     batches = data.batches(BATCH, settings.seed)
     seconds: list[float] = []
     losses: list[float] = []
     curve: list[dict[str, float]] = []
-
     with fresh_compiler_cache():
         start = now(device)
         prepared = prepare(model, _moved(next(data.batches(BATCH, settings.seed)), device), rate, settings.backend)
@@ -222,7 +220,7 @@ def train(name: str, settings: Settings, rate: float, limit: float | None, tell:
                 share = float(correct(prepared.model, rows, device).mean())
                 curve.append({"step": len(losses), "seconds": training, "compile_seconds": compiling, "accuracy": share})
             tell(len(losses))
-        right = correct(prepared.model, validation, device)
+        right = correct(prepared.model, validation.tensors, device)
         if not curve or curve[-1]["step"] != len(losses):
             share = float(right[: settings.validation_rows].mean())
             curve.append({"step": len(losses), "seconds": training, "compile_seconds": compiling, "accuracy": share})
