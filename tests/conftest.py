@@ -29,7 +29,7 @@ ABOUT_TRACING = {
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
-gc.freeze()  # looking through all modules for cycles took a tenth of the time
+gc.disable()  # until all tests are imported; looking through modules for cycles took a tenth of the time
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if parameters.get("name") in zoo.FACTORIES:
             item.add_marker(pytest.mark.xdist_group(parameters["name"]))
+
+
+def pytest_collection_finish() -> None:
+    """Modules are not looked through, and graphs, of which there is always a lot, rarely."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

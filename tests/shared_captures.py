@@ -1,8 +1,9 @@
 """Traces of models that are alike are made once per process: tracing takes most of the suite's time.
 
 Alike are models that pickle to the same bytes: the same Python state and buffers. Values of parameters and inputs do not count,
-as no trace depends on them. A model that cannot be pickled, or has methods of its own, is traced; what is patched into a class is
-not seen. Tests of tracing itself do without (`tests/conftest.py`).
+as no trace depends on them. Functions and classes that a test defines are compared by their code, closures and the data that they
+read of their module. A model that cannot be pickled all the same, or has methods of its own, is traced; what is patched into a
+class is not seen. Tests of tracing itself do without (`tests/conftest.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import marshal
 import pickle
 import types
 from collections import OrderedDict
@@ -59,9 +61,29 @@ def _fingerprint(model: nn.Module, arguments: tuple[Any, ...]) -> str | None:
     file = io.BytesIO()
     try:
         _Pickler(file, (*inputs.tensors, *tensors)).dump((surroundings, model, inputs, tensors, rest))
-    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError):  # among them RecursionError, NotImplementedError
+    except (
+        pickle.PicklingError,
+        AttributeError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # among them RecursionError, NotImplementedError
         return None
     return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+def _stand_in(*_: Any) -> None:
+    """What a function or class of a test is pickled as a call of; nothing is ever unpickled."""
+
+
+def _data_read(code: types.CodeType, scope: dict[str, Any]) -> dict[str, Any]:
+    """What a function reads of its module that is none of modules, functions and classes, by name."""
+    found = {name: scope[name] for name in code.co_names if name in scope}
+    data = {k: v for k, v in found.items() if not isinstance(v, (types.ModuleType, types.FunctionType, type))}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            data |= _data_read(inner, scope)
+    return data
 
 
 class _Pickler(pickle.Pickler):
@@ -76,6 +98,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, types.MethodType):
             raise pickle.PicklingError("a method is pickled by its name alone")
+        if isinstance(value, types.FunctionType) and ("<locals>" in value.__qualname__ or value.__name__ == "<lambda>"):
+            closure = [cell.cell_contents for cell in value.__closure__ or ()]
+            state = closure, value.__defaults__, value.__kwdefaults__, _data_read(value.__code__, value.__globals__)
+            return _stand_in, (value.__module__, marshal.dumps(value.__code__)), state
+        if isinstance(value, type) and "<locals>" in value.__qualname__:
+            own = {k: v for k, v in vars(value).items() if k not in ("__dict__", "__weakref__")}
+            return _stand_in, (value.__module__, value.__qualname__, *value.__bases__), own
         return NotImplemented
 
     def persistent_id(self, value: object) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphopt.calls import as_call
+from graphopt.calls import as_call, flatten_call
 from graphopt.capture import capture
 from tests import shared_captures, zoo
 
@@ -75,3 +75,37 @@ def test_one_tensor_and_two_on_one_storage_differ() -> None:
     tied(models[0][0])
     on_one_storage(models[1][0])
     assert traces(models) == 2
+
+
+OFFSET = [0.0]
+"""Data of the module, which a test's model reads."""
+
+
+def local(factor: float, offset: float = 0.0) -> tuple[nn.Module, Any]:
+    """A model of a class of a test's own, with a function."""
+
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.then = nn.Linear(3, 3), lambda x: factor * x
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.then(self.layer(x)).sum() + OFFSET[0]
+
+    OFFSET[0] = offset
+    return Local(), (torch.randn(4, 3),)
+
+
+def test_classes_and_functions_of_a_test_are_compared_by_what_they_hold() -> None:
+    same, other = [local(2.0), local(2.0)], [local(2.0), local(3.0)]
+    assert traces(same) == 1
+    assert traces(other) == 2
+
+
+def test_data_that_a_function_reads_is_compared() -> None:
+    def captured(offset: float) -> str | None:
+        model, inputs = local(2.0, offset)
+        return shared_captures._fingerprint(model, (flatten_call(*as_call(inputs)), list(inputs), 0))
+
+    assert captured(0.0) == captured(0.0)
+    assert captured(0.0) != captured(1.0)

@@ -93,7 +93,7 @@ def _llama(batch: int) -> Any:
 def _opt(batch: int) -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
-    config = OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+    config = OPTConfig(hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4, vocab_size=VOCABULARY,
                        word_embed_proj_dim=24, max_position_embeddings=64)  # fmt: skip
     return _causal(OPTForCausalLM(config), batch)
 
@@ -108,7 +108,7 @@ def _gpt2(batch: int) -> Any:
 def _bloom(batch: int) -> Any:
     from transformers import BloomConfig, BloomForCausalLM
 
-    return _causal(BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=VOCABULARY)), batch)
+    return _causal(BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)), batch)
 
 
 def _bert(batch: int) -> Any:
@@ -123,7 +123,7 @@ def _bert(batch: int) -> Any:
 def _t5(batch: int, tied: bool) -> Any:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8, vocab_size=VOCABULARY,
+    config = T5Config(d_model=32, d_ff=48, num_layers=1, num_heads=4, d_kv=8, vocab_size=VOCABULARY,
                       decoder_start_token_id=0, tie_word_embeddings=tied)  # fmt: skip
     model = T5ForConditionalGeneration(config)
     if not tied:

@@ -76,7 +76,8 @@ def check_pass(
         model: deterministic (no dropout); copied for every dtype, never changed.
         inputs: one batch, as for `graphopt.optimize`.
         decisions: for `apply`, or a function from the graph to them. None: every other applicable site.
-        dtypes: floating-point types to check in.
+        dtypes: floating-point types to check in. In the first, and wherever a pass samples, the graph is of any batch size; in
+            others of this one alone: passes meet both.
         captured: see `check_passes`.
     Raises:
         PassError: names the first violation.
@@ -115,7 +116,13 @@ def check_passes(
     projected = [rewrite for rewrite, _ in passes if isinstance(rewrite, Projected)]
     if len(projected) > 1:
         raise PassError(f"{projected[0].name} and {projected[1].name} are both PROJECTED: check them one at a time.")
-    return [_check(passes, model, inputs, dtype, backend, batch_dim, (captured or {}).get(dtype), draws) for dtype in dtypes]
+    samples = any(rewrite.preserves is Preserves.UNBIASED for rewrite, _ in passes)
+    return [
+        _check(
+            passes, model, inputs, dtype, backend, batch_dim, (captured or {}).get(dtype), draws, samples or dtype is dtypes[0]
+        )
+        for dtype in dtypes
+    ]
 
 
 def _check(
@@ -127,6 +134,7 @@ def _check(
     batch_dim: BatchDim,
     captured: TrainingGraph | None,
     draws: int,
+    symbolic: bool,
 ) -> PassCheck:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -135,7 +143,7 @@ def _check(
     kinds = {rewrite.preserves for rewrite, _ in passes}
     reference, candidate = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
     args, kwargs = pytree.tree_map(cast, as_call(inputs))
-    graph = captured or capture_to_run(candidate, args, kwargs, batch_dim)
+    graph = captured or capture_to_run(candidate, args, kwargs, batch_dim, symbolic)
     rewritten, reports = _rewritten(passes, graph)
     for parameter in (*reference.parameters(), *candidate.parameters()):
         parameter.grad = None

@@ -64,7 +64,7 @@ def test_pooling_compiles_in_a_process_that_has_not_used_inductor_yet() -> None:
     assert int(done.stdout.split()[-1]) > 0
 
 
-@pytest.mark.parametrize("name", ["bert"])
+@pytest.mark.parametrize("name", ["mlp", *long("bert")])
 def test_a_sampled_backward_is_the_same_with_and_without_fusion(name: str) -> None:
     gradients = []
     for backend in ("inductor", "aot_eager"):

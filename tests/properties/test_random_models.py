@@ -15,7 +15,7 @@ from tests.properties.random_models import Network, networks
 
 LONG = os.environ.get("HYPOTHESIS_PROFILE") == "fuzz"
 SEED = int(os.environ.get("FUZZ_SEED") or 0)
-SHARDS, NETWORKS, REQUESTS = (20, 25, 4) if LONG else (2, 5, 4)
+SHARDS, NETWORKS, REQUESTS = (20, 25, 4) if LONG else (2, 3, 4)
 INDUCTOR_ONE_IN = 100 if LONG else 0
 
 

@@ -71,7 +71,7 @@ def layer(kind: str, x: Tensor, linear: Any, norm: Any, table: Tensor) -> Tensor
 
 
 @given(layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=6), pick=st.sampled_from(PICKS))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_gradients_of_random_chains_are_exact(layers: list[str], pick: str) -> None:
     torch.manual_seed(len(layers))
     model, x = Chain(layers, pick), torch.randn(SAMPLES, ROWS, WIDTH)

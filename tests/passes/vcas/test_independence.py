@@ -17,6 +17,7 @@ from graphopt import PassError
 from graphopt.calls import as_call, flatten_call
 from graphopt.capture import capture_to_run
 from tests import zoo
+from tests.long_forms import long
 
 Mix = Callable[["Net", Tensor], Tensor]
 
@@ -67,7 +68,7 @@ def test_independent_samples_are_not_accused(size: int) -> None:
     assert reason(Net(), batch(size)) == ""
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5-tied", "vit", "gpt2", "lora"])
+@pytest.mark.parametrize("name", ["bert", "llama", *long("t5-tied", "vit", "gpt2", "lora")])
 def test_models_are_not_accused(name: str) -> None:
     assert reason(*zoo.make(name, 6, torch.float64 if name == "llama" else torch.float32, dropout=True)) == ""
 

@@ -25,6 +25,7 @@ from graphopt.report.python_text import readable
 from graphopt.testing import check_pass, compiled
 from tests import zoo
 from tests.draws import drawn_operators, eager_gradients, expectation, made
+from tests.long_forms import long
 
 
 class Two(nn.Module):
@@ -139,7 +140,7 @@ def assert_unbiased(name: str, batch: int, pick: Callable[[list[str]], dict[str,
         torch.testing.assert_close(mean[key], gradient, rtol=rtol, atol=atol, msg=lambda m, key=key: f"{key}: {m}")
 
 
-MODELS = ["mlp", "bert", "llama", "t5-untied", "vit", "group norm", "gpt2"]
+MODELS = ["mlp", "bert", "llama", "group norm", *long("t5-untied", "vit", "gpt2")]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -147,7 +148,7 @@ def test_kept_samples_are_unbiased_over_all_draws(name: str) -> None:
     assert_unbiased(name, 6, lambda sites: {next(s for s in sites if s.startswith(ROWS)): 0.5})
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "llama", "vit"])
+@pytest.mark.parametrize("name", ["mlp", "bert", *long("llama", "vit")])
 def test_kept_terms_of_a_weight_are_unbiased_over_all_draws(name: str) -> None:
     assert_unbiased(name, 3, lambda sites: {[s for s in sites if s.startswith(TOKENS)][1]: 0.4})
 
