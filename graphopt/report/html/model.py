@@ -43,8 +43,7 @@ def model_page(
         InputError, CaptureError, TorchVersionError: with cause and remedy.
     """
     args, kwargs = as_call(inputs)
-    with stage("capture"):
-        graph = analysed(model, args, kwargs, 0)
+    graph = analysed(model, args, kwargs, 0)
     flops = flop_profile(graph)
     passes = resolve_passes("auto", Budget())
     plan = make_plan(model, args, kwargs, graph, Budget(), passes, None, None, backend, lambda _: "", True)
