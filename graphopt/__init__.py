@@ -11,6 +11,7 @@ The house, room by room:
 * `capture`, `graph`, `transforms`, `specialise`, `lower`: the joint graph itself, and how it is edited, verified and run alone.
 * `analysis` counts FLOPs and bytes; `planner` decides what is trained and how budgets are met.
 * `passes` are the techniques, a room for each: `technique` has their hooks, `state` what they keep while training goes on.
+* `distributed` is what several processes that train one model agree on.
 * `runtime` is the optimised model, its checkpoints and controllers; `integrations` training loops and `backend="graphopt"`.
 * `report` and `cli` show; `testing` holds passes to their contracts; `bench` measures; `compat` has every non-public torch API.
 """
@@ -27,6 +28,7 @@ from graphopt.errors import (
     ImportanceError,
     InputError,
     PassError,
+    RankError,
     TorchVersionError,
 )
 
@@ -53,6 +55,7 @@ __all__ = [
     "MergeController",
     "OptimizedModule",
     "PassError",
+    "RankError",
     "SelectionController",
     "TorchVersionError",
     "analyze",

@@ -24,6 +24,9 @@ from graphopt.analysis.paper_rules import PaperProfile, paper_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
+from graphopt.compat.distributed import whole_graphs
+from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
 from graphopt.graph import TrainingGraph
@@ -58,8 +61,12 @@ def optimize(
     batch_dim: BatchDim = 0,
     verify: bool = False,
     fullgraph: bool = False,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> OptimizedModule:
     """The same model with a cheaper training step.
+
+    Where torch.distributed is initialised, all ranks call it, each with its own batch: gradients are averaged before tensors are
+    rated, and rank 0's plan is everybody's. `DistributedDataParallel(opt)` then trains as it does with the model.
 
     Args:
         model: any module with trainable parameters; it is not changed, and shares its tensors with the result.
@@ -77,11 +84,12 @@ def optimize(
             sampling is compared.
         fullgraph: refuse a model that is not one graph. By default its parts are planned together, what cannot be planned is
             compiled as torch.compile has it, and `opt.report` says so.
+        group: the processes that train this model together, by default all.
     Returns:
         A module that is called as `model` is; compiled for each batch shape when it first comes. With GRAPHOPT_DISABLE=1 in the
         environment, or where `verify` finds a difference, one that runs the model itself (see `DisabledModule`).
     Raises:
-        BudgetError, InputError, PassError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
+        BudgetError, InputError, PassError, CaptureError, ImportanceError, RankError, TorchVersionError: with cause and remedy.
     """
     budget = Budget.of(budget)
     _require_module(model)
@@ -92,12 +100,16 @@ def optimize(
     args, kwargs = as_call(example_inputs)
     _require_storage(model)
     _require_one_replica(model)
-    captures = Captures(model, batch_dim, backend, symbolic=any(p.preserves is Preserves.UNBIASED for p in chosen))
-    with _training_mode(model):
+    ranks = Ranks(group)
+    chosen = for_ranks(chosen, ranks, passes == "auto")
+    captures = Captures(model, batch_dim, backend, any(p.preserves is Preserves.UNBIASED for p in chosen), ranks.rank)
+    with _training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:
             trace = functools.partial(captures.graph, args, kwargs)
-            graph, recording = planning_graph(model, trace, args, kwargs, batch_dim, fullgraph)
+            capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph)
+            graph, recording = ranks.together(capture, "capturing the model")
+            require_same_graph(graph, ranks)
         except NothingToPlan as nothing:
             if passes != "auto" and chosen:
                 raise PassError(f"{chosen[0].name} has nothing to work on: {nothing}") from nothing
@@ -108,10 +120,12 @@ def optimize(
             chosen = for_parts(chosen, passes == "auto")
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
+        make = functools.partial(make_plan, model, args, kwargs, graph, budget, chosen, optimizer, loss, backend)
         with stage("plan"):
-            plan = make_plan(model, args, kwargs, graph, budget, chosen, optimizer, loss, backend, not_separable, auto)
+            plan = ranks.together(lambda: make(not_separable, auto, ranks), "planning")
+            plan = plan_of_rank_0(plan, ranks, chosen, "planning")
     seconds = time.perf_counter() - start - capture_seconds
-    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph)
+    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph, ranks)
     if recording is not None:
         for told in (*recording.unplanned, left_to_eager_mode(model, graph)):
             if told:
@@ -119,7 +133,7 @@ def optimize(
     opt.start_techniques()
     if verify:
         with _training_mode(model):
-            difference = opt.first_difference(args, kwargs)
+            difference = next(filter(None, ranks.gather(opt.first_difference(args, kwargs), "verifying")), "")
         if difference:
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
             return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
@@ -327,8 +341,8 @@ def _require_module(model: Any) -> None:
 def _require_one_replica(model: nn.Module) -> None:
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
-            f"a {type(model).__name__} spreads batches over devices, which a captured step would not: graphopt trains on one. "
-            "Pass the model that it wraps, model.module."
+            f"a {type(model).__name__} spreads batches over devices, which a captured step would not. Pass the model that it "
+            "wraps, model.module; DistributedDataParallel then goes around what optimize() returns."
         )
 
 

@@ -41,6 +41,10 @@ class CheckpointError(GraphoptError, RuntimeError):
     """A checkpoint could not be written."""
 
 
+class RankError(GraphoptError):
+    """The processes that train together do not agree, or one of them failed or is missing."""
+
+
 class TorchVersionError(GraphoptError, ImportError):
     """The installed torch is outside the supported range."""
 

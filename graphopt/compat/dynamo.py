@@ -34,11 +34,14 @@ class Settings:
     """Dynamo's settings while a model is compiled.
 
     Hooks that are added to a module later take effect, which Dynamo leaves unchecked by default. An integer attribute that
-    changes becomes an input of the graph. Recurrent layers are part of it.
+    changes becomes an input of the graph. Recurrent layers are part of it. DistributedDataParallel does not divide graphs, which
+    are rewritten as wholes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.wanted: dict[str, Any] = {"skip_nnmodule_hook_guards": False, "allow_unspec_int_on_nn_module": True}
+        if torch._dynamo.config.optimize_ddp is True:
+            self.wanted["optimize_ddp"] = False
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             self.wanted["allow_rnn"] = True
         if not _isolates():

@@ -17,6 +17,7 @@ from graphopt.budget import Budget
 from graphopt.compat.aot import joint_graph
 from graphopt.compat.dynamo import differentiates, example_of
 from graphopt.compat.graph_modules import copied, graph_module
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import GraphoptError, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend
 from graphopt.frontend.region import Region, region_of, training_graph
@@ -55,6 +56,11 @@ def graphopt_backend(
     if switched_off():
         return module
     passes = _usable(resolve_passes(settings["passes"], budget), settings["passes"] == "auto")
+    if budget.stated() and Ranks().several:
+        raise PassError(
+            "every rank would select tensors by itself, graph by graph, and gradients of different tensors would be averaged. "
+            "Use graphopt.optimize(), where ranks agree, or leave the budget out."
+        )
     check_backend(settings["backend"])
     placeholders = module.graph.find_nodes(op="placeholder")
     tensors = [example_of(node) for node in placeholders]

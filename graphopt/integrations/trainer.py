@@ -127,7 +127,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Leave out a step whose loss is not finite: it would make every weight NaN."""
         if self._steps is None or getattr(kwargs["optimizer"], "scaler", None) is not None:  # a GradScaler sees to it
             return
-        if not self._steps.losses_finite():
+        if not self._steps.all_losses_finite():
             kwargs["optimizer"].zero_grad()
             self._steps.savings.skipped += 1
             self._steps.warn("a loss was NaN or infinite: its gradients are dropped and the step is not taken")
@@ -201,13 +201,13 @@ def _steps_per_epoch(args: Any, loader: Any) -> int | None:
 
 
 def _refuse_unsupported(args: Any) -> None:
-    """One device and one compiler: every rank would choose its own tensors, and two compilers would get in each other's way."""
+    """What wraps the model in another way, and a second compiler: they would get in each other's way."""
     if args.torch_compile:
         raise InputError("torch_compile=True: graphopt compiles the training step itself. Leave torch_compile out.")
-    if args.world_size > 1 or args.n_gpu > 1 or args.deepspeed or args.fsdp:
+    if args.n_gpu > 1 or args.deepspeed or args.fsdp:
         raise InputError(
-            "graphopt.TrainerCallback trains on one device in this version, without DataParallel, DistributedDataParallel, "
-            "FSDP or DeepSpeed. Start one process that sees one device (CUDA_VISIBLE_DEVICES=0)."
+            "graphopt.TrainerCallback trains on one device or with DistributedDataParallel, and without DataParallel, FSDP or "
+            "DeepSpeed. Start one process per device: torchrun --nproc-per-node <devices> <your script>."
         )
 
 

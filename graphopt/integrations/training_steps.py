@@ -149,6 +149,8 @@ class TrainingSteps:
         self.savings.steps += 1
         self._batches += 1
         if output is None:
+            if self.opt is not None and self.opt.ranks.several:
+                self.opt.drop_unselected()  # as on the other ranks, with whose gradients these are averaged
             self.savings.last = 1.0
             self.savings.original += 1
             output = (original(*args, **kwargs),)
@@ -212,6 +214,14 @@ class TrainingSteps:
         """Whether every loss since the last call was finite; of models that return none, always."""
         losses, self._losses = self._losses, []
         return all(bool(torch.isfinite(loss).all()) for loss in losses)
+
+    def all_losses_finite(self) -> bool:
+        """`losses_finite` on all ranks: a step is taken by all or by none."""
+        finite = self.losses_finite()
+        if self.opt is None or not self.opt.ranks.several:
+            return finite
+        device = next(self.opt.parameters()).device
+        return bool(self.opt.ranks.smallest(torch.tensor(float(finite), device=device)))
 
     def after_step(self, last: bool = False) -> None:
         """Let controllers adapt after an optimizer step.

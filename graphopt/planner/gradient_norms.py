@@ -12,8 +12,11 @@ from torch import Tensor, nn
 from graphopt.calls import flatten_call
 from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import ImportanceError, NoLoss, first_line
 from graphopt.loss import LossFunction, own_loss
+
+MEASURING = "measuring gradients"
 
 
 def gradient_norms(
@@ -23,8 +26,9 @@ def gradient_norms(
     names: Collection[str],
     loss: LossFunction | None = None,
     shared: bool = False,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
-    """The L2 norm of the gradient of each of the parameters `names`, for one batch.
+    """The L2 norm of the gradient of each of the parameters `names`, for one batch: that of all `ranks` together.
 
     Forward and backward run on a copy with the same weights, and the backward stops at the deepest of `names`: parameters,
     `.grad`, buffers, attributes and random streams stay as they are, and no hook on a parameter is called.
@@ -33,11 +37,35 @@ def gradient_norms(
         args, kwargs: the batch, as the model is called with it, labels included.
         loss: scalar from the model's output; by default the output's own.
         shared: the copy shares the weights' memory, which forward is known not to write to.
+        ranks: that train the model together, each of which calls this with its batch.
     Returns:
         By name; 0 for parameters that the loss does not depend on.
     Raises:
         ImportanceError: the model cannot be copied, has no loss, or a gradient is not finite.
     """
+    ranks = ranks or Ranks.alone()
+    names = ranks.same(list(names), MEASURING)
+
+    def measure() -> dict[str, Tensor | None]:
+        return _gradients(model, args, kwargs, names, loss, shared)
+
+    found = ranks.together(measure, MEASURING)
+    norms = dict(zip(found, map(_norm, ranks.mean(list(found.values()), MEASURING)), strict=True))
+    bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+    if bad is not None:
+        raise ImportanceError(f"the gradient of {bad} is NaN or infinite.")
+    return norms
+
+
+def _gradients(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    names: Collection[str],
+    loss: LossFunction | None,
+    shared: bool,
+) -> dict[str, Tensor | None]:
+    """By name; None for parameters that the loss does not depend on."""
     try:
         own = twin(model, shared)
     except Exception as error:
@@ -51,11 +79,7 @@ def gradient_norms(
         if value is None:
             raise NoLoss("the model returns no loss: pass loss= to have its gradient count.")
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    norms = {name: _norm(gradient) for name, gradient in zip(parameters, gradients, strict=True)}
-    bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
-    if bad is not None:
-        raise ImportanceError(f"the gradient of {bad} is NaN or infinite.")
-    return norms
+    return dict(zip(parameters, gradients, strict=True))
 
 
 def _norm(gradient: Tensor | None) -> float:

@@ -10,13 +10,14 @@ import contextlib
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import ImportanceError
 from graphopt.loss import PROBED, LossFunction, scalar_loss
 
@@ -53,6 +54,7 @@ def measure_importance(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     metric: Metric = "loss",
+    ranks: Ranks | None = None,
 ) -> Importance:
     """Importance of the parameters `names`, from one batch.
 
@@ -65,16 +67,23 @@ def measure_importance(
         loss: scalar from the model's output; by default the output's own loss, or the output where it is a scalar. A model
             that has none is probed with random output gradients instead, and `source` says so.
         metric: see `Metric`.
+        ranks: that train the model together, each of which calls this with its batch: their gradients are averaged first.
     Raises:
         ImportanceError: not finite, all zero, or the optimizer cannot be stepped on copies.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+    ranks, what = ranks or Ranks.alone(), "measuring importance"
+    names = ranks.same(list(names), what)
     parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
-    with _on_copies(model, parameters.values()) as run:
-        output = run(args, kwargs)
-        value, source = scalar_loss(output, loss)
-        probed = source == PROBED
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+
+    def measure() -> tuple[Sequence[Tensor | None], str]:
+        with _on_copies(model, parameters.values()) as run:
+            value, source = scalar_loss(run(args, kwargs), loss)
+            return torch.autograd.grad(value, list(parameters.values()), allow_unused=True), source
+
+    local, source = ranks.together(measure, what)
+    gradients = ranks.mean(local, what)
+    probed = source == PROBED
     if optimizer is None:
         source += ", plain SGD"
     else:

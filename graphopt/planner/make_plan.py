@@ -11,6 +11,7 @@ from torch import nn
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.budget import Budget
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -37,12 +38,14 @@ def make_plan(
     backend: Backend,
     not_separable: Callable[[Plan], str],
     auto: bool = False,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """Decide for every pass; see `optimize`.
 
     Args:
         not_separable: see `Planning`.
         auto: passes that have nothing to do are left out.
+        ranks: that train the model together; the plan is still each rank's own, with gradients of all.
     """
     left_out = {n: why for n, make in BY_NAME.items() if isinstance(why := make.wanted(budget), str)} if auto else {}
     if budget.memory is not None:
@@ -51,11 +54,11 @@ def make_plan(
     planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, not_separable)
     for rewrite in passes:
         plan = technique(rewrite).before_selection(plan, planning)
-    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss)
+    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss, ranks)
 
     def rate() -> Importance:
         profile = flop_profile(graph)
-        return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss)
+        return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss, ranks=ranks)
 
     plan = within_memory(plan, graph, rate)
     for rewrite in plan.passes:
@@ -71,6 +74,7 @@ def _with_selection(
     graph: TrainingGraph,
     optimizer: torch.optim.Optimizer | None,
     loss: LossFunction | None,
+    ranks: Ranks | None,
 ) -> Plan:
     """The plan with the tensors to train, where they are given or the budget limits FLOPs and not all can be trained."""
     selecting = selecting_of(plan.passes)
@@ -80,9 +84,10 @@ def _with_selection(
     if plan.budget.flops is None:
         return plan
     limit = FlopsLimit(plan, graph, flop_profile(graph))
-    if limit.everything_fits:
+    if (ranks or Ranks.alone()).same(limit.everything_fits, "selecting"):
         return plan
-    importance = rate_tensors(plan.passes, model, args, kwargs, graph, limit.profile, limit.reachable(), optimizer, loss)
+    names = limit.reachable()
+    importance = rate_tensors(plan.passes, model, args, kwargs, graph, limit.profile, names, optimizer, loss, ranks=ranks)
     selection = limit.select(importance)
     if not selection.names:
         raise ImportanceError(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphopt.analysis.flops import FlopProfile
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import ImportanceError, NoLoss, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -37,6 +38,7 @@ def rate_tensors(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     earlier: Importance | None = None,
+    ranks: Ranks | None = None,
 ) -> Importance:
     """What training each parameter is worth, by the rule of the pass that selects; by place and size without one.
 
@@ -45,13 +47,14 @@ def rate_tensors(
         graph, profile: of a training step on that batch.
         args, kwargs, optimizer, loss: see `measure_importance`. Tensors that an optimizer does not hold are worth 0.
         earlier: rating of the same model, whose gradients the default rule uses again.
+        ranks: that train the model together; see `gradient_norms`.
     Raises:
         ImportanceError: see `measure_importance`; or the optimizer holds none of the tensors.
     """
     selecting, rule = selecting_of(passes), rule_of(passes)
     if selecting is not None and rule == "greentrainer":
         with stage("importance"):
-            measured = measure_importance(model, args, kwargs, reachable, optimizer, loss, selecting.metric)
+            measured = measure_importance(model, args, kwargs, reachable, optimizer, loss, selecting.metric, ranks)
         if measured.probed:
             logger.warning("%s Tensors are rated by random gradients of its outputs.", _NO_LOSS)
         return measured
@@ -61,7 +64,7 @@ def rate_tensors(
         try:
             if earlier is None:
                 with stage("importance"):
-                    norms = gradient_norms(model, args, kwargs, reachable, loss, shared=_writes_to_no_weight(graph))
+                    norms = gradient_norms(model, args, kwargs, reachable, loss, _writes_to_no_weight(graph), ranks)
         except NoLoss as error:
             untold = f"; gradients do not count: {first_line(error)}"
             logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)

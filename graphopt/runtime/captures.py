@@ -43,19 +43,20 @@ class _CapturesState:
 class Captures:
     """Finds or makes the captured graph for a call of `model`."""
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False) -> None:
+    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0) -> None:
         """Set up.
 
         Args:
             model, batch_dim, backend: see `graphopt.optimize`.
             symbolic: graphs hold for any batch size.
+            rank: of this process among those that train the model: each has draws of its own.
         """
         self.model = model
         self.batch_dim = batch_dim
         self.backend = backend
         self.symbolic = symbolic
         self.counters = Counters()
-        self.uniforms = Uniforms()
+        self.uniforms = Uniforms(rank)
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
 
     def __getstate__(self) -> dict[str, Any]:

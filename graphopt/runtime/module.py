@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from pathlib import Path
@@ -15,6 +16,9 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
 from graphopt.calls import flatten_call
 from graphopt.compat.dynamo import cause_of
+from graphopt.distributed.agreement import in_common, plan_of_rank_0
+from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.wrapping import Wrapping
 from graphopt.errors import first_line
 from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import Running
@@ -57,8 +61,11 @@ class OptimizedModule(SharedModule):
         select_seconds: float = 0.0,
         recording: Recording | None = None,
         fullgraph: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model)
+        self.__dict__["_ranks"] = ranks or Ranks.alone()
+        self.__dict__["_wrapping"] = Wrapping()
         self.__dict__["_captures"] = captures
         self.__dict__["_fallback"] = Fallback(model)
         self.__dict__["_running"] = None
@@ -98,6 +105,7 @@ class OptimizedModule(SharedModule):
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         plan, states = self._plan, self.states.values()
+        self._wrapping.check(self)
         for state in states:
             plan = state.before_forward(plan, self._model)
         output = self._planned_step(plan, args, kwargs)
@@ -160,6 +168,11 @@ class OptimizedModule(SharedModule):
             self.__dict__["_last_step"] = running.step
         self._clock.tick(running.step)
         return output
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train the model together."""
+        return self._ranks
 
     @property
     def states(self) -> dict[str, State]:
@@ -261,7 +274,9 @@ class OptimizedModule(SharedModule):
             optimizer = None  # it steps other gradients than those by which tensors are rated
         plan = self._plan
         selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
-        now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._several_graphs)
+        now = InForce(
+            self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._several_graphs, self._ranks
+        )
         outcome, new = select_anew(now, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds
         if new is not None:
@@ -283,7 +298,8 @@ class OptimizedModule(SharedModule):
         self.__dict__["_plan"] = self._plan.decided(name, decision)
 
     def adopt(self, plan: Plan) -> None:
-        """Put a plan in force for the same captured graph, such as with another selection."""
+        """Put a plan in force for the same captured graph, such as with another selection; on every rank, the same."""
+        self._ranks.check_same(in_common(plan), "a plan to adopt")
         self._install(plan, self._graph, self.__dict__["_profile"])
 
     def recheck_merges(self) -> bool:
@@ -295,6 +311,7 @@ class OptimizedModule(SharedModule):
         plan, tensors = self._plan, self.tensors()
         for rewrite in plan.passes:
             plan = technique(rewrite).measured(plan, self._graph, tensors)
+        plan = plan_of_rank_0(plan, self._ranks, plan.passes, "measuring merges")
         changed = plan.key != self._plan.key
         self.__dict__["_plan"] = plan
         return changed
@@ -314,6 +331,8 @@ class OptimizedModule(SharedModule):
     def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write what graphopt itself knows to one file, so that training goes on from it as if it had never stopped.
 
+        Of several ranks, one may write it for all; random draws of samplers then go on exactly on that rank alone.
+
         Call it between two steps, and save the model's weights (`state_dict()`) and the random state with it. The file is
         safetensors with JSON, and appears at once or not at all. See `graphopt.runtime.checkpoint`.
 
@@ -330,7 +349,7 @@ class OptimizedModule(SharedModule):
         checkpoint.save(path, self._model, self._plan, self._parts(), optimizer, self._names())
 
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Go on from what `save_state` wrote, in a model that was optimised with the same passes and budget.
+        """Go on from what `save_state` wrote, in a model that was optimised with the same passes and budget; on every rank.
 
         Make controllers and the optimizer before, and load the model's weights, too.
 
@@ -342,7 +361,9 @@ class OptimizedModule(SharedModule):
         """
         from graphopt.runtime import checkpoint
 
-        plan, restore = checkpoint.prepare(path, self._model, self._plan, self._parts(), optimizer, self._names())
+        prepare = functools.partial(checkpoint.prepare, path, self._model, self._plan, self._parts(), optimizer, self._names())
+        plan, restore = self._ranks.together(prepare, "loading a state")
+        self._ranks.check_same(in_common(plan), "the plan of a state file")
         times = used_times()
         restore()
         if used_times() != times:  # orders of products are chosen anew
@@ -379,6 +400,10 @@ class OptimizedModule(SharedModule):
     def model_runs(self) -> int:
         """Training steps so far in which the model itself stood in, because none could be compiled."""
         return self._fallback.model_runs
+
+    def drop_unselected(self) -> None:
+        """Have tensors that are not selected lose any gradient that the model itself computes for them."""
+        self._fallback.drop_unselected(self)
 
     @property
     def last_step(self) -> RegionStep | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from torch import nn
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.calls import as_call
+from graphopt.distributed.agreement import plan_of_rank_0
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, first_line
 from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes.technique import technique
 from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.importance import Importance
 from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan
 from graphopt.planner.rating import rate_tensors
@@ -59,6 +62,7 @@ class InForce:
         selected: names of the parameters that are trained.
         graph, profile: that `plan` was made on.
         several: the model is not one graph.
+        ranks: that train the model together.
     """
 
     model: nn.Module
@@ -69,6 +73,7 @@ class InForce:
     profile: FlopProfile
     loss: LossFunction | None
     several: bool = False
+    ranks: Ranks = field(default_factory=Ranks.alone)
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
         """The joint graph for such a batch."""
@@ -93,48 +98,74 @@ def select_anew(
         InputError: the batch is not one that the model could be called with.
     """
     start = time.perf_counter()
-    args, kwargs = as_call(batch)
     if now.plan.selection is None or now.plan.budget.flops is None:
+        as_call(batch)
         return Reselection(False, 0.0, time.perf_counter() - start), None
     try:
-        graph = now.captured(args, kwargs)
-        profile = now.profile if graph is now.graph else flop_profile(graph)
-        limit = FlopsLimit(now.plan, graph, profile)
-        names = limit.reachable()
+        limit, args, kwargs = now.ranks.together(lambda: _limit(now, batch), WHAT)
+        names = now.ranks.together(limit.reachable, WHAT)
     except InputError:
         raise
     except Exception as error:  # training never dies of an optimisation
         return _kept(error, start)
+    plan, graph, profile = now.plan, limit.graph, limit.captured
     try:
-        plan, model = now.plan, now.model
-        importance = rate_tensors(plan.passes, model, args, kwargs, graph, profile, names, optimizer, now.loss, plan.importance)
-        selection = limit.select(importance)
-        known = frozenset(profile.order)
-        within = now.selected <= known and limit.step_flops(now.selected) <= limit.most
+        importance = rate_tensors(
+            plan.passes, now.model, args, kwargs, graph, profile, names, optimizer, now.loss, plan.importance, now.ranks
+        )
+        found = now.ranks.together(lambda: _better(now, limit, importance, tolerance, args, kwargs), WHAT)
     except (BudgetError, ImportanceError, PassError, torch.OutOfMemoryError) as error:
         return _kept(error, start)
     seconds = time.perf_counter() - start
+    better, gain = found if not now.ranks.several else _of_rank_0(now, found)
+    return Reselection(better is not None, gain, seconds), None if better is None else NewPlan(better, graph, profile)
+
+
+WHAT = "selecting anew"
+
+
+def _limit(now: InForce, batch: Any) -> tuple[FlopsLimit, tuple[Any, ...], dict[str, Any]]:
+    """The limit for such a batch, and the batch as a call."""
+    args, kwargs = as_call(batch)
+    graph = now.captured(args, kwargs)
+    profile = now.profile if graph is now.graph else flop_profile(graph)
+    return FlopsLimit(now.plan, graph, profile), args, kwargs
+
+
+def _of_rank_0(now: InForce, found: tuple[Plan | None, float]) -> tuple[Plan | None, float]:
+    """What rank 0 has found."""
+    changed, gain = now.ranks.same((found[0] is not None, found[1]), WHAT)
+    return (plan_of_rank_0(found[0] or now.plan, now.ranks, now.plan.passes, WHAT) if changed else None), gain
+
+
+def _better(
+    now: InForce, limit: FlopsLimit, importance: Importance, tolerance: float, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Plan | None, float]:
+    """A plan that is better by more than `tolerance`, and the gain; None where that in force stays."""
+    graph, known = limit.graph, frozenset(limit.captured.order)
+    selection = limit.select(importance)
     if not selection.names:
         logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
-        return Reselection(False, 0.0, seconds), None
+        return None, 0.0
+    within = now.selected <= known and limit.step_flops(now.selected) <= limit.most
     current = importance.of(now.selected)
     gain = _gain(selection.value, current)
     if within and (gain <= tolerance or frozenset(selection.names) == now.selected):
-        return Reselection(False, gain, seconds), None
+        return None, gain
     plan = replace(now.plan, train=frozenset(selection.names), selection=selection, importance=importance)
     try:
         if plan.memory is not None:
             plan = within_memory(plan, graph, lambda: importance)
             gain = _gain(importance.of(plan.train or known), current)
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
-                return Reselection(False, gain, seconds), None
+                return None, gain
         for rewrite in plan.passes:
             plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.not_separable(plan, args, kwargs))
         plan.rewrite(graph, now.captures.batch_size(args, kwargs))
     except (PassError, BudgetError) as error:
         logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
-        return Reselection(False, gain, seconds), None
-    return Reselection(True, gain, seconds), NewPlan(plan, graph, profile)
+        return None, gain
+    return plan, gain
 
 
 def _gain(value: float, current: float) -> float:

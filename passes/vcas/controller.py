@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,8 @@ from graphopt.runtime.stages import stage
 
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
+
+CALIBRATING = "calibrating the sampler"
 
 ATTEMPTS = 3
 """Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
@@ -183,7 +186,7 @@ class SamplingController(State):
         if not self._late:
             return None
         batches = self._alike()
-        if len(batches) < self.rewrite.batches:  # one before had another shape
+        if not self.opt.ranks.all(len(batches) == self.rewrite.batches, CALIBRATING):  # one before had another shape
             return None
         self._late = False
         try:
@@ -221,7 +224,8 @@ class SamplingController(State):
         for state in self.opt.states.values():
             state.synchronize()  # the step reads the weights
         plan, call = self.opt.plan.before_sampling(), as_call(batch)
-        self._step = step = measuring_step(self.opt.captures, plan, *call, self.rewrite.seed + 1, self._step)
+        make = functools.partial(measuring_step, self.opt.captures, plan, *call, self.rewrite.seed + 1, self._step)
+        self._step = step = self.opt.ranks.together(make, CALIBRATING)
         if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
             self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
         seen = self._adapt(step, batches)
@@ -290,15 +294,17 @@ class SamplingController(State):
         for_rows, for_terms = share * self.tolerance, (1 - share) * self.tolerance
         self._calibrations += 1
         measurement = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations)
-        exact = measurement.exact()
-        norms = exact.norms
+        ranks = self.opt.ranks
+        exact = ranks.together(measurement.exact, CALIBRATING)
+        norms = exact.norms.joined([found.rows for found in ranks.gather(exact.norms, CALIBRATING)])
         self.counts.calibrating += len(batches)
         fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
         alpha = self.rewrite.alpha if for_rows else 0.0  # what may add no variance stays whole
         beta = self.rewrite.beta if for_terms else 1.0
         candidate = proposed(self.state, norms, probe.tokens, alpha, beta, fewest)
         for _ in range(ATTEMPTS):
-            seen = measurement.sampled(exact, candidate.rounded)
+            sample = functools.partial(measurement.sampled, exact, candidate.rounded)
+            seen = Calibration.mean(ranks.gather(ranks.together(sample, CALIBRATING), CALIBRATING))
             self.counts.calibrating += len(batches)
             if not seen.comparable:
                 return seen
@@ -327,7 +333,9 @@ class SamplingController(State):
                 key = cheapest
             else:
                 self._known[key] = flops
-        self.opt.decide(self.rewrite.name, SampleSizes(key, batch_size))
+        sizes = self.opt.ranks.same(SampleSizes(key, batch_size), CALIBRATING)
+        self._known.setdefault(sizes.ratios, self._known[key])
+        self.opt.decide(self.rewrite.name, sizes)
 
 
 def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:

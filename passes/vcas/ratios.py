@@ -32,6 +32,12 @@ class Norms:
     rows: Mapping[str, Sequence[Tensor]]
     parents: Mapping[str, str | None]
 
+    def joined(self, of_ranks: Sequence[Mapping[str, Sequence[Tensor]]]) -> Norms:
+        """With the batches of all ranks."""
+        if len(of_ranks) == 1:
+            return self
+        return Norms({name: [n for rows in of_ranks for n in rows[name]] for name in self.rows}, self.parents)
+
     def fractions(self, preserved: float) -> dict[str, float]:
         """rho by boundary: mean of p(s) over batches, at least that of every boundary below."""
         found = {name: sum(kept_fraction(n, preserved) for n in norms) / max(len(norms), 1) for name, norms in self.rows.items()}
@@ -57,6 +63,22 @@ class Calibration:
     rows_variance: float
     weight_variance: Mapping[str, float]
     tokens_variance: Mapping[str, float]
+
+    @classmethod
+    def mean(cls, found: Sequence[Calibration]) -> Calibration:
+        """Of what several ranks have measured, each with its own batches and draws."""
+        if len(found) == 1:
+            return found[0]
+
+        def each(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
+            return {name: sum(values[name] for values in named) / len(named) for name in named[0]}
+
+        return cls(
+            sum(seen.batch_variance for seen in found) / len(found),
+            sum(seen.rows_variance for seen in found) / len(found),
+            each([seen.weight_variance for seen in found]),
+            each([seen.tokens_variance for seen in found]),
+        )
 
     @property
     def comparable(self) -> bool:
