@@ -177,4 +177,3 @@ def samples(rank: int, found: dict[str, Any]) -> None:
     found["draws"] = uniforms.draw(7, 3, torch.device("cpu")).tolist()
     found["weights"] = float(sum(p.detach().double().sum() for p in opt.parameters()))
     found["copied"] = copy.deepcopy(opt).ranks.size
-
