@@ -59,6 +59,7 @@ def optimize(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     batch_dim: BatchDim = 0,
+    outputs: Literal["all", "loss"] = "all",
     verify: bool = False,
     fullgraph: bool = False,
     group: torch.distributed.ProcessGroup | None = None,
@@ -79,6 +80,9 @@ def optimize(
         loss: a scalar from the model's output, for a model that does not return a loss; its gradient on the example batch tells
             where the loss is steepest, which counts where not all tensors can be trained (see `GreenTrainer`).
         batch_dim: which dimension of each input is the batch: a number, or per input name (None: it has no batch).
+        outputs: "loss" if training reads nothing but the model's loss, its first output: logits, hidden states and other tensors
+            are then not kept, nor computed where only they need it, and reading one in training raises `OutputError`. Under
+            `torch.no_grad()` all outputs are there.
         verify: run one compiled step on the example batch and compare outputs, gradients and buffers with eager autograd; if one
             differs, warn which, and train the model as it is. Leaves no trace in the model. Of a sampler the step without
             sampling is compared.
@@ -93,6 +97,10 @@ def optimize(
     """
     budget = Budget.of(budget)
     _require_module(model)
+    if outputs not in ("all", "loss"):
+        raise InputError(f"outputs={outputs!r}: use 'all' or 'loss'.")
+    if outputs == "loss" and loss is not None:
+        raise InputError("outputs='loss' keeps the model's own loss alone, of which loss= cannot compute another: leave one out.")
     if switched_off():
         return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
     chosen = resolve_passes(passes, budget)
@@ -102,7 +110,8 @@ def optimize(
     _require_one_replica(model)
     ranks = Ranks(group)
     chosen = for_ranks(chosen, ranks, passes == "auto")
-    captures = Captures(model, batch_dim, backend, any(p.preserves is Preserves.UNBIASED for p in chosen), ranks.rank)
+    sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
+    captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
     with _training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:

@@ -13,6 +13,14 @@ class InputError(GraphoptError, ValueError):
     """Example or training inputs that graphopt cannot use."""
 
 
+class NoLoss(InputError):
+    """A model that was to be trained by its loss alone returns none."""
+
+
+class OutputError(GraphoptError, AttributeError):
+    """An output was read that a step did not keep."""
+
+
 class BatchError(InputError):
     """Inputs whose batch dimensions disagree."""
 

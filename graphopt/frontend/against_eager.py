@@ -49,6 +49,7 @@ def first_difference(
     batch_dim: BatchDim,
     parts: bool,
     states: Sequence[State] = (),
+    loss_alone: bool = False,
 ) -> str:
     """What the plan's step computes otherwise than eager autograd; "" if it computes the same.
 
@@ -59,7 +60,7 @@ def first_difference(
     Args:
         graph: that the plan was made on.
         loss: see `scalar_loss`.
-        backend, batch_dim, parts: see `Running`.
+        backend, batch_dim, parts, loss_alone: see `Running`.
         states: of the techniques.
     """
     try:
@@ -73,7 +74,8 @@ def first_difference(
     for rewrite in kept:
         plan = technique(rewrite).alone(plan)
     taken = _Taken(states)
-    running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, parts=parts, supplier=taken)
+    options: dict[str, Any] = {"parts": parts, "supplier": taken, "loss_alone": loss_alone}
+    running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, **options)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]
     with same_draws(tensors), no_generation_cache(eager):
@@ -90,8 +92,9 @@ def first_difference(
     compressed = taken.images(theirs[1])
     reached = [name for name in trained if theirs[1][name] is not None and name not in compressed]
     wrong = _states_differ(eager, ours)
+    outputs = {name: value for name, value in theirs[0].items() if not loss_alone or name in found[0]}
     for agreement in (
-        compare_values(found[0], theirs[0], tolerance),
+        compare_values(found[0], outputs, tolerance),
         compare_gradients({n: g for n, g in found[1].items() if n in reached or n in planned}, theirs[1], reached, tolerance),
         compare_gradients(taken.gradients, compressed, list(compressed), tolerance),
         compare_values(_tensors(ours), _tensors(eager), tolerance),

@@ -19,9 +19,9 @@ from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
-from graphopt.errors import GraphoptError, InputError, PassError
+from graphopt.errors import GraphoptError, InputError, NoLoss, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
-from graphopt.frontend.outputs import detached, reattached
+from graphopt.frontend.outputs import detached, loss_alone, not_kept, reattached
 from graphopt.frontend.region import tensor_names
 from graphopt.frontend.step import RegionStep
 from graphopt.frontend.values import Supplier, Values
@@ -31,6 +31,7 @@ from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.draws import draws
 from graphopt.testing.compare import tolerance_of
+from graphopt.transforms.symbolic_zeros import NO_LOSS
 
 _models = itertools.count()
 
@@ -66,12 +67,14 @@ class Running:
         fullgraph: bool = False,
         parts: bool = False,
         supplier: Supplier | None = None,
+        loss_alone: bool = False,
     ) -> None:
         """Set up; nothing is compiled before the first call.
 
         Args:
             parts: the model is not one graph.
             supplier: of what passes have graphs take and return beside the model's own values.
+            loss_alone: outputs beside the loss are not kept.
         """
         self.model = model
         self.backend = backend
@@ -92,7 +95,8 @@ class Running:
         self._configs = caching_configs(model)
         self._broken = parts
         self._breaks = graph_breaks()
-        self._detaches = True
+        self._loss_alone = loss_alone
+        self._detaches = not loss_alone
         self._calls = 0
         self._keyed: tuple[Plan | None, Hashable] = (None, None)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
@@ -123,6 +127,8 @@ class Running:
         watched = list(self.model.buffers()) if may_run_again and self._calls <= FIRST_CALLS else []
         buffers = [(b, b.detach().clone()) for b in watched]
         output, positions = self._run(plan, self._differentiated, args, kwargs)
+        if positions is None:
+            raise NoLoss(NO_LOSS)
         if plan is not self._last[0] or self._ran != self._last[1]:
             self._last = (plan, self._ran)
             self._check_all_planned(plan)
@@ -132,6 +138,8 @@ class Running:
             self.settled = not self._broken and len(self._ran) == 1 and not self._settings.always
         if self.step is not None and len(self.step.seconds) < (self.step.seconds.maxlen or 0):
             _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
+        if self._loss_alone:
+            return not_kept(output, positions)
         if not positions:
             self._detaches = False
             return output
@@ -169,8 +177,8 @@ class Running:
 
     def _run(
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[int, ...]]:
-        """The output, and which leaves of it are detached though they could be differentiated."""
+    ) -> tuple[Any, Any]:
+        """The output, and which leaves of it are detached though they could be differentiated, or not kept."""
         key = (self._key_of(plan), differentiated)
         run = self._compiled.get(key)
         if run is None:
@@ -190,7 +198,7 @@ class Running:
         try:
             with TRACING, self._settings, self._symbolic_batch(plan):
                 if not self._configs and not compat.is_observed():
-                    found: tuple[Any, tuple[int, ...]] = run(*args, **kwargs)
+                    found: tuple[Any, Any] = run(*args, **kwargs)
                 else:
                     with self._prepared():
                         found = run(*args, **kwargs)
@@ -270,10 +278,12 @@ class Running:
                 config.use_cache = True
 
     def _under(self, plan: Plan, differentiated: frozenset[int] | None) -> Callable[..., Any]:
-        model = self.model
+        model, alone = self.model, self._loss_alone
 
         def call(*args: Any, **kwargs: Any) -> Any:
             output = model(*args, **kwargs)
+            if alone:
+                return loss_alone(output)
             return (output, ()) if differentiated is None else detached(output, differentiated)
 
         backend = "aot_eager" if plan.measures else self.backend  # it runs once in many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 from graphopt.api import optimize
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
-from graphopt.errors import InputError
+from graphopt.errors import InputError, NoLoss
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.loss import LossFunction
@@ -29,6 +30,7 @@ class Asked:
     Attributes:
         given: a model that `optimize` returned, in place of all other arguments.
         reselect_every: optimizer steps between selections; None: an epoch's.
+        loss_alone: nothing reads another output of the model than its loss, if it returns one.
     Raises:
         BudgetError, InputError, PassError: as `optimize`, as far as that needs no model.
     """
@@ -40,6 +42,7 @@ class Asked:
     loss: LossFunction | None = None
     reselect_every: int | None = None
     given: OptimizedModule | None = None
+    loss_alone: bool = False
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
@@ -65,9 +68,12 @@ class Asked:
         """
         if self.given is not None:
             return self.given
-        return optimize(
-            model, batch, self.budget, self.passes, self.backend, optimizer=optimizer, loss=self.loss, batch_dim=self.batch_dim
-        )
+        given = (model, batch, self.budget, self.passes, self.backend)
+        options: dict[str, Any] = {"optimizer": optimizer, "loss": self.loss, "batch_dim": self.batch_dim}
+        if self.loss_alone:
+            with contextlib.suppress(NoLoss):
+                return optimize(*given, **options, outputs="loss")
+        return optimize(*given, **options)
 
 
 def own_optimizer(opt: OptimizedModule) -> bool:

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class TrainerCallback(transformers.TrainerCallback):
     """Trains a `transformers.Trainer`'s model under a budget.
 
     The first training batch makes the plan. Tensors are selected anew every epoch and sampling ratios adapt; evaluation runs
-    the model as it is; figures go to the Trainer's log as `graphopt/...`; the plan is in every checkpoint and resumed from
+    the model as it is; where the Trainer reads nothing but the loss in training, other outputs are not kept then (see `outputs`
+    of `optimize`); figures go to the Trainer's log as `graphopt/...`; the plan is in every checkpoint and resumed from
     it. What cannot be captured or compiled is computed as without graphopt, with a warning. An optimizer step whose loss is NaN
     or infinite is not taken. Where the Trainer computes the loss outside the model (label smoothing, `compute_loss_func`),
     tensors are rated by the sensitivity of the outputs.
@@ -121,6 +123,7 @@ class TrainerCallback(transformers.TrainerCallback):
             if resumed is not None:
                 _resume(opt, resumed, steps)
 
+        asked = replace(asked, loss_alone=_reads_loss_alone(diverted.model))
         self._steps = begin(asked, diverted, optimizer, every, made, done=state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -172,6 +175,16 @@ class TrainerCallback(transformers.TrainerCallback):
             self.detach()
             self._diverted = Diverted.of(model)
         return self._diverted
+
+
+def _reads_loss_alone(model: nn.Module) -> bool:
+    """Whether the Trainer reads nothing of what the model returns in training but its loss."""
+    trainer = next((names["self"] for names in _callers() if isinstance(names.get("self"), transformers.Trainer)), None)
+    if trainer is None or model._forward_hooks or "compute_loss" in vars(trainer) or "training_step" in vars(trainer):
+        return False
+    own = any(getattr(type(trainer), n) is not getattr(transformers.Trainer, n) for n in ("compute_loss", "training_step"))
+    elsewhere = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    return not own and not elsewhere and getattr(trainer.args, "past_index", -1) < 0
 
 
 def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:

@@ -27,6 +27,7 @@ from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
+from graphopt.transforms.symbolic_zeros import without_other_outputs
 
 CAPTURE_LIMIT = 8
 """Captured graphs kept per optimised model."""
@@ -43,18 +44,23 @@ class _CapturesState:
 class Captures:
     """Finds or makes the captured graph for a call of `model`."""
 
-    def __init__(self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0) -> None:
+    def __init__(
+        self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0,
+        loss_alone: bool = False,
+    ) -> None:  # fmt: skip
         """Set up.
 
         Args:
             model, batch_dim, backend: see `graphopt.optimize`.
             symbolic: graphs hold for any batch size.
             rank: of this process among those that train the model: each has draws of its own.
+            loss_alone: graphs return the loss, and no other output.
         """
         self.model = model
         self.batch_dim = batch_dim
         self.backend = backend
         self.symbolic = symbolic
+        self.loss_alone = loss_alone
         self.counters = Counters()
         self.uniforms = Uniforms(rank)
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
@@ -118,6 +124,8 @@ class Captures:
         start = time.perf_counter()
         with compat.unobserved():
             graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.symbolic)
+        if self.loss_alone:
+            graph = without_other_outputs(graph)
         self.counters.captures += 1
         self.counters.capture_seconds += time.perf_counter() - start
         # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);

@@ -120,7 +120,7 @@ class OptimizedModule(SharedModule):
         captures, parts = self._captures, self._several_graphs
         return first_difference(
             self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim, parts,
-            tuple(self.states.values()),
+            tuple(self.states.values()), captures.loss_alone,
         )  # fmt: skip
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -148,6 +148,7 @@ class OptimizedModule(SharedModule):
                 self._fullgraph,
                 self._several_graphs,
                 Supply(self._captures.uniforms, self.states),
+                self._captures.loss_alone,
             )
         running: Running = self._running
         try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import expression, graph_module, output_list
-from graphopt.errors import PassError
+from graphopt.errors import NoLoss, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
 aten = torch.ops.aten
@@ -129,6 +129,33 @@ def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:
         refused=(*graph.refused, *(desc.target for desc, keep in kept if not keep)),
         notes=list(graph.notes),
     )
+
+
+def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
+    """The joint graph of a step that returns the loss alone.
+
+    Raises:
+        NoLoss: the first output is no scalar.
+    """
+    alone = for_loss_alone(graph)
+    descs = list(zip(alone.outputs, alone.results, strict=True))
+    loss = next((node for desc, node in descs if desc.kind == "output" and desc.target == 0), None)
+    if not isinstance(loss, fx.Node) or loss.meta["val"].dim() or not loss.meta["val"].dtype.is_floating_point:
+        raise NoLoss(NO_LOSS)
+    alone = replace(alone.clone(), refused=())
+    kept = [(d, node) for d, node in descs if d.kind not in ("output", "base") or (d.kind == "output" and d.target == 0)]
+    names = {node.name: node for node in alone.graph.nodes}
+    results = tuple(names[node.name] if isinstance(node, fx.Node) else node for _, node in kept)
+    alone.outputs = tuple(desc for desc, _ in kept)
+    alone.graph.output_node().args = (results,)
+    alone.eliminate_dead_code()
+    return alone
+
+
+NO_LOSS = (
+    "outputs='loss': the first output of the model is no scalar that could be the loss. Pass labels, if the model computes its "
+    "loss from them, or leave outputs out."
+)
 
 
 def _absent(node: fx.Node, gone: set[fx.Node]) -> bool:
