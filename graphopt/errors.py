@@ -13,8 +13,8 @@ class InputError(GraphoptError, ValueError):
     """Example or training inputs that graphopt cannot use."""
 
 
-class NoLoss(InputError):
-    """A model that was to be trained by its loss alone returns none."""
+class LossNotFirst(InputError):
+    """The first output of a model is no loss, where its loss alone was to be kept."""
 
 
 class OutputError(GraphoptError, AttributeError):

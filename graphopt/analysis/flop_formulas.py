@@ -13,6 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphopt.compat import pytree
+from graphopt.ops.by_tokens import by_tokens_flops
 from graphopt.ops.sparse import combine_rows_flops
 
 aten = torch.ops.aten
@@ -53,6 +54,7 @@ ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.addmv: _added_matrix_vector,
     aten.dot: _inner_product,
     torch.ops.graphopt.combine_rows: combine_rows_flops,
+    torch.ops.graphopt.by_tokens: by_tokens_flops,
 }
 """Formulas that torch's registry lacks; pass them to `FlopCounterMode(custom_mapping=...)` to compare like with like."""
 

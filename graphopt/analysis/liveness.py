@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from graphopt.compat import OpOverload, output_list, written_arguments
 from graphopt.compat.inductor_program import Program
+from graphopt.ops.by_tokens import by_tokens_workspace
 
 aten = torch.ops.aten
 
@@ -93,7 +94,8 @@ def graph_liveness(module: fx.GraphModule, formula: Formula) -> GraphLiveness:
                     if owner[0] == node.name:
                         made.append(_storage(node, owner, formula, position[node]))
                         last[owner] = position[node]
-    storages = tuple(replace(s, last_read=last[s.owner]) for s in made if s.size != 0)
+    made += [_workspace(node, formula, position[node]) for node in calls if node.target is torch.ops.graphopt.by_tokens.default]
+    storages = tuple(replace(s, last_read=last.get(s.owner, s.born)) for s in made if s.size != 0)
     readers, reader = [], ""
     for node in calls:
         reader = reader if is_view(node) else node.name
@@ -146,6 +148,14 @@ def _storage(node: fx.Node, owner: Owner, formula: Formula, position: int) -> St
     shape = tuple(formula(s) for s in value.shape)
     size = tensor_bytes(value, formula)
     return Storage(owner, node.name, module_path(node), shape, value.dtype, size, position, position)
+
+
+def _workspace(node: fx.Node, formula: Formula, position: int) -> Storage:
+    """What `by_tokens` allocates while it runs."""
+    program, rows, _, chunk, _, workspace = node.args
+    tokens = formula(rows[0].meta["val"].shape[0])  # type: ignore[index,union-attr]
+    size = by_tokens_workspace(program, chunk, workspace, tokens)  # type: ignore[arg-type]
+    return Storage((node.name, -1), f"{node.name}: a chunk", module_path(node), (size,), torch.uint8, size, position, position)
 
 
 def _owners(node: fx.Node, owners: dict[fx.Node, tuple[Owner, ...]]) -> tuple[Owner, ...]:

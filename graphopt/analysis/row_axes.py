@@ -1,78 +1,54 @@
-"""Operators that work row by row: which rows of their arguments the rows of a result are computed from, and the other way.
+"""Which rows of tensors in a graph are computed from which others, and whether rows of zeros stay zero.
 
-A row is one index of a dimension of some tensor, such as one token of a sequence. As tensors are reshaped and transposed, rows
-move: `Axis` says where they are.
+`graphopt.analysis.row_rules` has the operators.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from graphopt.compat import OpOverload
+from graphopt.analysis.row_rules import (
+    LINEAR,
+    PRODUCTS,
+    ROWS_FIRST,
+    RULES,
+    SUMS,
+    VIEWS,
+    Axis,
+    Read,
+    arguments,
+    elementwise,
+    first_value,
+    in_other_sizes,
+    is_elementwise,
+    is_zero,
+)
+from graphopt.compat import expression
 from graphopt.graph import TrainingGraph
 
 aten = torch.ops.aten
 
+PRIMES = tuple(itertools.accumulate(range(31), lambda prime, _: sympy.nextprime(prime), initial=1_000_003))
+"""What symbols in sizes are taken to be, the batch first: what depends on one is a multiple of it, or prime to it.
 
-@dataclass(frozen=True)
-class Axis:
-    """Where the rows of a tensor are: T rows in a dimension of outer * T * inner elements.
-
-    Attributes:
-        dim: the dimension.
-        inner: neighbouring elements of it that belong to one row.
-    """
-
-    dim: int
-    inner: int = 1
+Symbols that were traced with one number are taken to be one: torch often knows them to be equal without saying so.
+"""
 
 
-Read = Mapping[fx.Node, Axis | None]
-"""By tensor that an operator reads, where its rows are; None: it has none, and is read as a whole."""
-
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
-
-WITH_SIZES = frozenset({*VIEWS, aten.expand.default, aten.select_backward.default, aten.slice_backward.default})
-"""Operators whose second argument is the sizes of the result."""
-
-_LIKE_THEIR_ARGUMENT = frozenset({
-    aten._to_copy.default, aten.detach.default, aten.alias.default, aten.zeros_like.default, aten.ones_like.default,
-    aten.full_like.default, aten.native_dropout.default, aten.contiguous.default, aten.lift_fresh_copy.default,
-})  # fmt: skip
-"""Operators without torch's tag that compute each element from those at the same place."""
-
-_LINEAR = frozenset({
-    aten.neg.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default, aten.contiguous.default,
-    aten.mul.Scalar, aten.div.Scalar, aten.t.default, aten.transpose.int, aten.permute.default, aten.unsqueeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.select.int, aten.slice.Tensor, aten.select_backward.default,
-    aten.slice_backward.default, aten.expand.default, *VIEWS,
-})  # fmt: skip
-"""Operators of one tensor whose result is zero where that is."""
-
-_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
-_PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
-_SUMMING = frozenset({aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default, aten.var.correction})
-_SOFTMAX: dict[Any, int] = {
-    aten._softmax.default: 1, aten._log_softmax.default: 1, aten._softmax_backward_data.default: 2,
-    aten._log_softmax_backward_data.default: 2,
-}  # fmt: skip
-"""The position of the argument that says along which dimension."""
-
-_NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
-"""Operators that return the gradient of the input, row by row, then sums over rows."""
-_NORM = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})
-ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
-ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-ROWS_FIRST = frozenset({*_NORM_BACKWARD, ATTENTION_BACKWARD})
-"""Operators of several results of which only the first has rows."""
+@functools.lru_cache(maxsize=10_000)
+def _at_primes(size: sympy.Expr, batch: frozenset[sympy.Symbol], others: tuple[tuple[sympy.Symbol, int], ...]) -> int:
+    distinct = sorted({traced for _, traced in others})
+    own = {symbol: PRIMES[1 + distinct.index(traced) % (len(PRIMES) - 1)] for symbol, traced in others}
+    return int(size.subs({**own, **dict.fromkeys(batch, PRIMES[0])}))
 
 
 @dataclass(frozen=True)
@@ -80,7 +56,7 @@ class Rules:
     """What is row by row in one graph.
 
     Attributes:
-        graph: its sizes are taken at one batch size, which no other size is a multiple of.
+        graph: sizes that are symbols are taken to be large primes, of which no other size is a multiple.
         length: T, how many rows there are.
     """
 
@@ -91,7 +67,11 @@ class Rules:
         """Of a tensor, or of the first result of an operator."""
         value = first_value(node)
         assert value is not None
-        return tuple(self.graph.at(size, LARGE_PRIME) if not isinstance(size, int) else size for size in value.shape)
+        return tuple(size if isinstance(size, int) else self.number(size) for size in value.shape)
+
+    def number(self, size: Any) -> int:
+        """A size with primes in the place of its symbols."""
+        return _at_primes(expression(size), self.graph.symbols, tuple(sorted(self.graph.sizes.items(), key=str)))
 
     def carries(self, node: fx.Node, axis: Axis) -> bool:
         """Whether a tensor can have its rows there."""
@@ -104,9 +84,9 @@ class Rules:
             return None
         if node.target is operator.getitem:
             return {arguments(node)[0]: axis}
-        rule = _RULES.get(node.target)
-        if rule is None and _is_elementwise(node.target):
-            rule = _elementwise
+        rule = RULES.get(node.target)
+        if rule is None and is_elementwise(node.target):
+            rule = elementwise
         found = None if rule is None else rule(self, node, axis)
         if found is None or any(a is not None and not self.carries(n, a) for n, a in found.items()):
             return None
@@ -118,7 +98,7 @@ class Rules:
             return None
         shape = self.shape(node)
         if node.target in VIEWS:
-            found = _in_other_sizes(self.shape(argument), axis, shape, self.length)
+            found = in_other_sizes(self.shape(argument), axis, shape, self.length)
             places = [found] if found is not None else []
         else:
             places = [replace(axis, dim=dim) for dim in range(len(shape))]
@@ -130,19 +110,19 @@ class Rules:
     def keeps_zeros(self, node: fx.Node, zeros: Mapping[fx.Node, Axis]) -> bool:
         """Whether rows of a node's result are zero where those of the arguments in `zeros` are."""
         target, first = node.target, arguments(node)[0] if arguments(node) else None
-        if target in _LINEAR or target is operator.getitem:
+        if target in LINEAR or target is operator.getitem:
             return first in zeros
-        if target is aten.mul.Tensor or target in _PRODUCTS:
+        if target is aten.mul.Tensor or target in PRODUCTS:
             return any(argument in zeros for argument in arguments(node))
         if target in (aten.div.Tensor, aten.sum.dim_IntList):
             return first in zeros and not any(argument in zeros for argument in arguments(node)[1:])
-        if target in _SUMS:
+        if target in SUMS:
             return all(argument in zeros for argument in arguments(node)[:2])
         if target is aten.where.self:
-            return all(argument in zeros or _is_zero(argument) for argument in arguments(node)[1:])
+            return all(argument in zeros or is_zero(argument) for argument in arguments(node)[1:])
         if target is aten.masked_fill.Scalar:
             return first in zeros and arguments(node)[2] == 0
-        gradient = str(target).partition(".")[2].partition(".")[0].endswith("_backward") and _is_elementwise(target)
+        gradient = str(target).partition(".")[2].partition(".")[0].endswith("_backward") and is_elementwise(target)
         gradient = gradient or target in ROWS_FIRST or str(target).endswith("_backward_data.default")
         return gradient and first in zeros  # gradients come first, and enter linearly
 
@@ -150,14 +130,14 @@ class Rules:
         """Whether a node is linear in `gradients`, so that a factor of theirs may be applied to its result."""
         if not self.keeps_zeros(node, gradients):
             return False
-        if node.target in _SUMS:
+        if node.target in SUMS:
             return True
         return sum(argument in gradients for argument in arguments(node)) == 1  # a square is not, nor what they decide
 
     def summed(self, node: fx.Node, zeros: Mapping[fx.Node, Axis]) -> Read | None:
         """Where a node sums over rows, all but some of which are zero: where these rows are in what it reads."""
         target, args = node.target, arguments(node)
-        if target in _PRODUCTS:
+        if target in PRODUCTS:
             left, right = args[0], args[1]
             inner = {left: len(self.shape(left)) - 1, right: len(self.shape(right)) - 2}
             for one, other in ((left, right), (right, left)):
@@ -171,210 +151,3 @@ class Rules:
             if axis.dim in {d % dims for d in args[1] or range(dims)}:
                 return {args[0]: axis}
         return None
-
-
-LARGE_PRIME = 1_000_003
-"""The batch size at which sizes are taken: a number of elements is a multiple of it where it depends on the batch."""
-
-
-def first_value(node: fx.Node) -> Tensor | None:
-    """The tensor that a node records, or the first of several."""
-    value = node.meta.get("val")
-    if isinstance(value, (tuple, list)) and value:
-        value = next((v for v in value if isinstance(v, Tensor)), None)
-    return value if isinstance(value, Tensor) else None
-
-
-def arguments(node: fx.Node) -> tuple[Any, ...]:
-    """What a node is called with: nodes, numbers, lists of them."""
-    return node.args
-
-
-def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node reads."""
-    return [n for n in node.all_input_nodes if first_value(n) is not None]
-
-
-def _is_elementwise(target: Any) -> bool:
-    if not isinstance(target, OpOverload) or target._schema.is_mutable:
-        return False
-    random = torch.Tag.nondeterministic_seeded in target.tags and target is not aten.native_dropout.default
-    return (torch.Tag.pointwise in target.tags or target in _LIKE_THEIR_ARGUMENT) and not random
-
-
-def _is_zero(argument: Any) -> bool:
-    if not isinstance(argument, fx.Node):
-        return argument == 0
-    positions: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0, aten.full_like.default: 1}
-    value = positions.get(argument.target)
-    return argument.target is aten.zeros_like.default or (value is not None and arguments(argument)[value] == 0)
-
-
-def _elementwise(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """Each element from those at its place; smaller arguments are broadcast."""
-    shape, found = rules.shape(node), {}
-    for argument in tensors_of(node):
-        sizes = rules.shape(argument)
-        dim = axis.dim - (len(shape) - len(sizes))
-        found[argument] = replace(axis, dim=dim) if dim >= 0 and sizes[dim] != 1 else None
-    return found
-
-
-def _view(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    argument = tensors_of(node)[0]
-    there = _in_other_sizes(rules.shape(node), axis, rules.shape(argument), rules.length)
-    return None if there is None else {argument: there}
-
-
-def _in_other_sizes(shape: tuple[int, ...], axis: Axis, sizes: tuple[int, ...], length: int) -> Axis | None:
-    """Where rows are in the same elements with other sizes: as many come before a row, and as many belong to it."""
-    before = math.prod(shape[: axis.dim]) * (shape[axis.dim] // (length * axis.inner))
-    within = axis.inner * math.prod(shape[axis.dim + 1 :])
-    for dim, size in enumerate(sizes):
-        outside, inside = math.prod(sizes[:dim]), math.prod(sizes[dim + 1 :])
-        if before % outside == 0 and within % inside == 0 and size == before // outside * length * (within // inside):
-            return Axis(dim, within // inside)
-    return None
-
-
-def _moved(order: Callable[[Rules, fx.Node], list[int]]) -> Callable[[Rules, fx.Node, Axis], Read | None]:
-    """Dimensions in another order, `order` of which says where each comes from; -1: from nowhere."""
-
-    def rule(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-        dim = order(rules, node)[axis.dim]
-        return {tensors_of(node)[0]: replace(axis, dim=dim)} if dim >= 0 else None
-
-    return rule
-
-
-def _transposed(rules: Rules, node: fx.Node) -> list[int]:
-    dims = list(range(len(rules.shape(node))))
-    one, other = (0, 1) if node.target is aten.t.default else (d % len(dims) for d in arguments(node)[1:3])
-    if len(dims) > 1:
-        dims[one], dims[other] = dims[other], dims[one]
-    return dims
-
-
-def _permuted(rules: Rules, node: fx.Node) -> list[int]:
-    return [d % len(arguments(node)[1]) for d in arguments(node)[1]]
-
-
-def _with_one_more(rules: Rules, node: fx.Node) -> list[int]:
-    """`unsqueeze`, and `select_backward`: one index of a dimension among zeros."""
-    dims = len(rules.shape(node))
-    new = arguments(node)[1 if node.target is aten.unsqueeze.default else 2] % dims
-    return [d - (d > new) if d != new else -1 for d in range(dims)]
-
-
-def _squeezed(rules: Rules, node: fx.Node) -> list[int]:
-    sizes = rules.shape(tensors_of(node)[0])
-    given = arguments(node)[1] if isinstance(arguments(node)[1], (list, tuple)) else [arguments(node)[1]]
-    gone = {d % len(sizes) for d in given if sizes[d] == 1}
-    return [d for d in range(len(sizes)) if d not in gone]
-
-
-def _selected(rules: Rules, node: fx.Node) -> list[int]:
-    dims = len(rules.shape(node)) + 1
-    gone = arguments(node)[1] % dims
-    return [d for d in range(dims) if d != gone]
-
-
-def _sliced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """A part of another dimension, or such a part among zeros."""
-    position = 2 if node.target is aten.slice_backward.default else 1
-    dim = (arguments(node)[position] if len(arguments(node)) > position else 0) % len(rules.shape(node))
-    return {tensors_of(node)[0]: axis} if dim != axis.dim else None
-
-
-def _multiplied(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """`mm`, `bmm`, and the same with something added: rows of the left factor, or columns of the right."""
-    *added, left, right = arguments(node)[:3]
-    dims = len(rules.shape(node))
-    if left is right or left in added or right in added or not all(isinstance(n, fx.Node) for n in (left, right)):
-        return None
-    found: dict[Any, Axis | None] = {
-        left: axis if axis.dim != dims - 1 else None,
-        right: axis if axis.dim != dims - 2 else None,
-    }
-    for more in added:
-        sizes = rules.shape(more)
-        dim = axis.dim - (dims - len(sizes))
-        found[more] = replace(axis, dim=dim) if dim >= 0 and sizes[dim] != 1 else None
-    return found
-
-
-def _along(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """Softmax and its kind along another dimension."""
-    dim = arguments(node)[_SOFTMAX[node.target]] % len(rules.shape(node))
-    return _elementwise(rules, node, axis) if dim != axis.dim else None
-
-
-def _reduced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """A sum, or the like, over other dimensions."""
-    argument = tensors_of(node)[0]
-    dims = len(rules.shape(argument))
-    given = arguments(node)[1] if len(arguments(node)) > 1 else None
-    if not given:
-        return None
-    reduced = {d % dims for d in given}
-    kept = list(range(dims)) if len(rules.shape(node)) == dims else [d for d in range(dims) if d not in reduced]
-    dim = kept[axis.dim]
-    return {argument: replace(axis, dim=dim)} if dim not in reduced else None
-
-
-def _normalised(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """A normalisation over the last dimensions, or its backward."""
-    dims = len(rules.shape(node))
-    position = 2 if node.target in _NORM_BACKWARD else 1
-    if axis.dim >= dims - len(arguments(node)[position]):
-        return None
-    return {n: axis if len(rules.shape(n)) == dims else None for n in tensors_of(node)}
-
-
-def _attended(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """Attention, and its backward: rows are queries; every one reads all keys."""
-    backward = node.target is ATTENTION_BACKWARD
-    causal = arguments(node)[7] if backward else (arguments(node)[4] if len(arguments(node)) > 4 else False)
-    if axis != Axis(2) or causal:
-        return None
-    with_rows = [arguments(node)[i] for i in ((0, 1, 4, 5) if backward else (0,))]
-    whole = [arguments(node)[i] for i in ((2, 3) if backward else (1, 2))]
-    if set(with_rows) & set(whole):
-        return None
-    found: dict[Any, Axis | None] = {**dict.fromkeys(with_rows, axis), **dict.fromkeys(whole, None)}
-    mask = node.kwargs.get("attn_mask")
-    if isinstance(mask, fx.Node):
-        sizes = rules.shape(mask)
-        found[mask] = Axis(len(sizes) - 2) if len(sizes) > 1 and sizes[-2] != 1 else None
-    return found
-
-
-def _looked_up(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    weight, indices = arguments(node)[:2]
-    return {weight: None, indices: axis} if axis.dim < len(rules.shape(node)) - 1 else None
-
-
-def _joined(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
-    """Tensors side by side along another dimension."""
-    dim = (arguments(node)[1] if len(arguments(node)) > 1 else 0) % len(rules.shape(node))
-    return dict.fromkeys(tensors_of(node), axis) if dim != axis.dim else None
-
-
-_RULES: dict[Any, Callable[[Rules, fx.Node, Axis], Read | None]] = {
-    **dict.fromkeys(VIEWS, _view),
-    **dict.fromkeys((aten.t.default, aten.transpose.int), _moved(_transposed)),
-    **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), _moved(_squeezed)),
-    **dict.fromkeys((aten.slice.Tensor, aten.slice_backward.default), _sliced),
-    **dict.fromkeys((*_PRODUCTS, aten.addmm.default, aten.baddbmm.default), _multiplied),
-    **dict.fromkeys(_SOFTMAX, _along),
-    **dict.fromkeys(_SUMMING, _reduced),
-    **dict.fromkeys((*_NORM, *_NORM_BACKWARD), _normalised),
-    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), _attended),
-    aten.permute.default: _moved(_permuted),
-    aten.unsqueeze.default: _moved(_with_one_more),
-    aten.select.int: _moved(_selected),
-    aten.select_backward.default: _moved(_with_one_more),
-    aten.expand.default: _elementwise,
-    aten.embedding.default: _looked_up,
-    aten.cat.default: _joined,
-}

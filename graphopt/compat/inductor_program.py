@@ -19,6 +19,7 @@ from torch import fx
 
 from graphopt.compat import fake_mode_of, output_list
 from graphopt.compat.inductor import compile_graph, compiling, restride_saved
+from graphopt.ops.by_tokens import by_tokens_workspace
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,12 @@ def _events(graph: Any, line: Any) -> Iterator[Event]:
         yield Event("hold", line.result_name, source=line.arg_name, only=line.result_name)
     elif isinstance(line, wrapper.ExternKernelAllocLine):
         yield from _allocated_by(graph, line.node)
+        workspace = _workspace(line.node)
+        if workspace is not None:
+            yield Event("allocate", workspace.name, workspace)
         yield Event("run", line.node.get_kernel_name())
+        if workspace is not None:
+            yield Event("release", workspace.name)
     elif isinstance(line, (wrapper.ExternKernelOutLine, wrapper.ScatterFallbackLine, wrapper.IndexPutFallbackLine)):
         yield Event("run", line.node.get_kernel_name() or type(line.node).__name__)
     elif isinstance(line, wrapper.KernelCallLine):
@@ -224,6 +230,15 @@ def _allocated_by(graph: Any, node: Any) -> Iterator[Event]:
                 yield Event("allocate", name, _buffer(graph, output))
     elif not isinstance(node.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
         yield Event("allocate", name, _buffer(graph, node))
+
+
+def _workspace(node: Any) -> Buffer | None:
+    """What an operator of graphopt's allocates while it runs."""
+    if getattr(node, "op_overload", None) is not torch.ops.graphopt.by_tokens.default:
+        return None
+    program, chunk, _, workspace = node.constant_args
+    size = by_tokens_workspace(program, chunk, workspace, sympy.sympify(node.inputs[0].get_size()[0]))
+    return Buffer(f"{node.get_name()}_chunk", (size,), size, torch.uint8, None)
 
 
 def _flat(outputs: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
-from graphopt.errors import GraphoptError, InputError, NoLoss, PassError
+from graphopt.errors import GraphoptError, InputError, LossNotFirst, PassError
 from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
 from graphopt.frontend.outputs import detached, loss_alone, not_kept, reattached
 from graphopt.frontend.region import tensor_names
@@ -128,7 +128,7 @@ class Running:
         buffers = [(b, b.detach().clone()) for b in watched]
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         if positions is None:
-            raise NoLoss(NO_LOSS)
+            raise LossNotFirst(NO_LOSS)
         if plan is not self._last[0] or self._ran != self._last[1]:
             self._last = (plan, self._ran)
             self._check_all_planned(plan)

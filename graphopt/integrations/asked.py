@@ -13,7 +13,7 @@ from torch import nn
 from graphopt.api import optimize
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
-from graphopt.errors import InputError, NoLoss
+from graphopt.errors import InputError, LossNotFirst
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.loss import LossFunction
@@ -71,7 +71,7 @@ class Asked:
         given = (model, batch, self.budget, self.passes, self.backend)
         options: dict[str, Any] = {"optimizer": optimizer, "loss": self.loss, "batch_dim": self.batch_dim}
         if self.loss_alone:
-            with contextlib.suppress(NoLoss):
+            with contextlib.suppress(LossNotFirst):
                 return optimize(*given, **options, outputs="loss")
         return optimize(*given, **options)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.analysis.row_axes import LARGE_PRIME, VIEWS, WITH_SIZES, Axis, Rules, first_value
+from graphopt.analysis.row_axes import PRIMES, Rules
+from graphopt.analysis.row_rules import VIEWS, WITH_SIZES, Axis, first_value
 from graphopt.errors import PassError
 
 aten = torch.ops.aten
@@ -36,7 +37,7 @@ def split_rows(rules: Rules, node: fx.Node, axis: Axis, length: int, emit: Emit)
     sizes = list(node.meta["val"].shape)
     if axis.inner == 1 and sizes[axis.dim] == length:
         return node, axis.dim
-    if axis.inner % LARGE_PRIME:
+    if all(axis.inner % prime for prime in PRIMES):
         rows = [-1, length, *([axis.inner] if axis.inner > 1 else [])]
     else:  # the samples are between neighbouring rows, and their number is a symbol
         rows = [rules.shape(node)[axis.dim] // (length * axis.inner), length, -1]

@@ -16,8 +16,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import expression, graph_module, output_list
-from graphopt.errors import NoLoss, PassError
+from graphopt.compat import OutputAlias, expression, graph_module, output_list, pytree
+from graphopt.errors import LossNotFirst, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
 aten = torch.ops.aten
@@ -135,14 +135,15 @@ def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
     """The joint graph of a step that returns the loss alone.
 
     Raises:
-        NoLoss: the first output is no scalar.
+        LossNotFirst: the first output is no scalar.
     """
     alone = for_loss_alone(graph)
     descs = list(zip(alone.outputs, alone.results, strict=True))
     loss = next((node for desc, node in descs if desc.kind == "output" and desc.target == 0), None)
     if not isinstance(loss, fx.Node) or loss.meta["val"].dim() or not loss.meta["val"].dtype.is_floating_point:
-        raise NoLoss(NO_LOSS)
-    alone = replace(alone.clone(), refused=())
+        raise LossNotFirst(NO_LOSS)
+    own = OutputAlias("fresh", None, False, True)
+    alone = replace(alone.clone(), refused=(), aliases=(own,), out_spec=pytree.tree_structure(0.0))
     kept = [(d, node) for d, node in descs if d.kind not in ("output", "base") or (d.kind == "output" and d.target == 0)]
     names = {node.name: node for node in alone.graph.nodes}
     results = tuple(names[node.name] if isinstance(node, fx.Node) else node for _, node in kept)

@@ -13,7 +13,8 @@ from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.analysis.row_axes import ROWS_FIRST, Axis, Read, Rules, arguments, first_value, tensors_of
+from graphopt.analysis.row_axes import Rules
+from graphopt.analysis.row_rules import ROWS_FIRST, Axis, Read, arguments, first_value, tensors_of
 from graphopt.graph import TrainingGraph, descendants
 
 aten = torch.ops.aten

@@ -10,7 +10,8 @@ import torch
 from graphopt.passes.dead_rows.demand import Demand, taken_rows
 from torch import fx
 
-from graphopt.analysis.row_axes import ROWS_FIRST, Axis, Rules, arguments, first_value
+from graphopt.analysis.row_axes import Rules
+from graphopt.analysis.row_rules import ROWS_FIRST, Axis, arguments, first_value
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph

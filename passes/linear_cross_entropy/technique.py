@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
-from graphopt.passes.linear_cross_entropy.heads import Head, find_heads
+from graphopt.passes.linear_cross_entropy.heads import Head, NotSeparable, as_matrices, find_heads
 from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
-from torch import Tensor
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.errors import PassError
@@ -61,7 +60,7 @@ class LinearCrossEntropy(Technique):
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every head, by the name of its weight."""
-        return [Site(head.name) for head in find_heads(for_loss_alone(graph))[0]]
+        return [Site(head.name) for head in find_heads(prepared(graph))[0]]
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it."""
@@ -74,13 +73,13 @@ class LinearCrossEntropy(Technique):
         return tuple(self._chosen(graph).items()), ()
 
     def _chosen(self, graph: TrainingGraph) -> dict[str, int]:
-        heads, _ = find_heads(for_loss_alone(graph))
+        heads, _ = find_heads(prepared(graph))
         return {head.name: count for head in heads if (count := self._chunks_of(head, graph)) > 1}
 
     def _chunks_of(self, head: Head, graph: TrainingGraph) -> int:
         if self.chunks is not None:
-            return min(self.chunks, head.length)
-        most = min(head.tokens // FEWEST_TOKENS, head.length, _affordable(head, graph))
+            return min(self.chunks, head.tokens)
+        most = min(head.tokens // FEWEST_TOKENS, _affordable(head, graph))
         return most if most > 1 and head.saved_bytes * (1 - 1 / most) >= LEAST_BYTES else 1
 
     def apply(self, graph: TrainingGraph, decisions: Collection[Any] | Mapping[str, int]) -> Changes:
@@ -91,7 +90,7 @@ class LinearCrossEntropy(Technique):
         """
         pairs = decisions.items() if isinstance(decisions, Mapping) else decisions
         counts: dict[str, int] = dict(pair if isinstance(pair, tuple) else (pair, self.chunks or 2) for pair in pairs)
-        alone = for_loss_alone(graph)
+        alone = prepared(graph)
         heads, left = find_heads(alone)
         unknown = sorted(set(counts).difference(head.name for head in heads))
         if unknown:
@@ -102,8 +101,11 @@ class LinearCrossEntropy(Technique):
             graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
         for head in heads:
             if head.name in counts:
-                in_chunks(graph, head, counts[head.name])
-                changed.append(head.name)
+                try:
+                    in_chunks(graph, head, -(-head.tokens // counts[head.name]))
+                    changed.append(head.name)
+                except NotSeparable as reason:
+                    left[head.name] = str(reason)
             else:
                 left[head.name] = "its logits are small, or its gradient is"
         return Changes(tuple(changed), left, before - len(graph.graph.nodes))
@@ -114,7 +116,7 @@ class LinearCrossEntropy(Technique):
         """By head, in how many chunks it is computed."""
         changed = {name for report in ran if report.name == self.name for name in report.changes.changed}
         facts = {name: count for name, count in self._chosen(graph).items() if name in changed}
-        heads, _ = find_heads(for_loss_alone(graph)) if facts else ([], {})
+        heads, _ = find_heads(prepared(graph)) if facts else ([], {})
         kept = [f"the logits of {h.name} are an output, and kept" for h in heads if h.name in facts and h.in_full]
         return Section(
             {"chunks": facts} if facts else {},
@@ -124,9 +126,16 @@ class LinearCrossEntropy(Technique):
         )
 
 
+def prepared(graph: TrainingGraph) -> TrainingGraph:
+    """A copy of a graph in the form in which heads are looked for."""
+    alone = for_loss_alone(graph).clone()
+    as_matrices(alone)
+    return alone
+
+
 def _affordable(head: Head, graph: TrainingGraph) -> int:
     """Chunks for which adding up what is summed over tokens takes no more than `SLOWER` of the step's time."""
-    value = max((n.meta["val"] for n in head.wide if isinstance(n.meta["val"], Tensor)), key=lambda v: v.numel())
+    value = head.loss.args[0].meta["val"]  # type: ignore[union-attr]
     times = machine_times(value.device, value.dtype)
-    once = 3 * head.weights_bytes / times.bandwidth  # two are read, and one is written
+    once = 2 * head.weights_bytes / times.bandwidth  # it is read, and written
     return math.floor(SLOWER * flop_profile(graph).step / times.peak / once) if once else head.tokens

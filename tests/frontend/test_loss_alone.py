@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt import InputError
 from graphopt.analysis.step_memory import step_memory
-from graphopt.errors import NoLoss, OutputError
+from graphopt.errors import LossNotFirst, OutputError
 from tests.integrations import trainer_runs as runs
 
 Pair = namedtuple("Pair", "loss logits")
@@ -146,7 +146,7 @@ def test_what_cannot_be_is_refused() -> None:
         graphopt.optimize(Model(), IDS, outputs="logits")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="leave one out"):
         graphopt.optimize(Model(), IDS, outputs="loss", loss=lambda output: output[0])
-    with pytest.raises(NoLoss, match="the first output of the model is no scalar"):
+    with pytest.raises(LossNotFirst, match="the first output of the model is no scalar"):
         graphopt.optimize(nn.Linear(8, 8), (torch.randn(2, 8),), outputs="loss")
 
 
@@ -158,7 +158,7 @@ def test_a_model_that_returns_its_loss_for_some_batches_alone() -> None:
 
     opt = graphopt.optimize(Sometimes(), (*IDS, *IDS), outputs="loss", backend="aot_eager")
     opt(*IDS, *IDS)[0].backward()
-    with pytest.raises(NoLoss):
+    with pytest.raises(LossNotFirst):
         opt(*IDS)
 
 

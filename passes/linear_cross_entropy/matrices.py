@@ -1,0 +1,288 @@
+"""Heads as matrices with a row for each token, whatever dimensions the model gives its logits; their losses one by one.
+
+A model's logits are a product (N, V), seen as (samples, steps, V), changed element by element, cut to the steps that have a
+label, and seen as (N', V) again for the loss. Here views move behind what works element by element, where two of them cancel; the
+cut moves in front of the product; in the backward, zeros that are put in the place of what was cut move behind the products.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphopt.analysis.row_rules import VIEWS, arguments, is_elementwise
+from graphopt.compat import expression, fake_mode_of
+from graphopt.errors import GraphoptError
+from graphopt.graph import TrainingGraph
+from graphopt.transforms.edit import ORIGIN, insert_node
+
+aten = torch.ops.aten
+
+NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
+NONE, MEAN, SUM = 0, 1, 2
+"""Of `nll_loss_forward`: its `reduction`."""
+
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+_OF_ONE = frozenset({aten.neg.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default})
+
+
+class NotSeparable(GraphoptError):
+    """A head whose tokens cannot be worked on in chunks."""
+
+
+def as_matrices(graph: TrainingGraph) -> None:
+    """Bring every head of a graph to that form, in place; the values that it computes stay the same."""
+    losses = graph.graph.find_nodes(op="call_function", target=NLL)
+    for loss in losses:
+        value = arguments(loss)[0].meta["val"]
+        if value.dim() == 2 and isinstance(value.shape[1], int):
+            _one_by_one(graph, loss)
+    widths = {arguments(loss)[0].meta["val"].shape[-1] for loss in losses}
+    for width in widths:
+        if isinstance(width, int):
+            _Matrices(graph, width).apply()
+    graph.eliminate_dead_code()
+
+
+class _Editing:
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        self.fake_mode = fake_mode_of([graph.example])
+
+    def emit(self, anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node before another, of the same half of the step."""
+        node = insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, "partitioner_tag"), self.fake_mode)
+        return node
+
+
+def _one_by_one(graph: TrainingGraph, loss: fx.Node) -> None:
+    """Have a loss that is summed over tokens computed for each, and summed then."""
+    log_probabilities, labels, weight, reduction, ignored = arguments(loss)
+    if reduction == NONE:
+        return
+    emit, dtype = _Editing(graph).emit, log_probabilities.meta["val"].dtype
+    exact = torch.promote_types(dtype, torch.float32)
+    both = emit(loss, NLL, log_probabilities, labels, weight, NONE, ignored)
+    counts = emit(loss, aten.ne.Scalar, labels, ignored)
+    each = emit(loss, aten._to_copy.default, counts, dtype=exact)
+    if weight is not None:
+        zero = emit(loss, aten.zeros_like.default, labels)
+        own = emit(loss, aten.index.Tensor, weight, [emit(loss, aten.where.self, counts, labels, zero)])
+        each = emit(loss, aten.mul.Tensor, own, each)
+    total = emit(loss, aten.sum.default, each)
+    summed = emit(loss, aten.sum.default, emit(loss, operator.getitem, both, 0), dtype=exact)
+    result = emit(loss, aten.div.Tensor, summed, total) if reduction == MEAN else summed
+    if exact != dtype:
+        result = emit(loss, aten._to_copy.default, result, dtype=dtype)
+    results = (result, emit(loss, aten._to_copy.default, total, dtype=dtype) if exact != dtype else total)
+    for node in graph.graph.find_nodes(op="call_function", target=NLL_BACKWARD):
+        gradient, probabilities, its_labels, its_weight, its_reduction, its_ignored, its_total = arguments(node)
+        if its_total not in loss.users or its_labels is not labels or its_reduction != reduction:
+            continue
+        scaled = emit(node, aten.div.Tensor, gradient, total) if reduction == MEAN else gradient
+        ones = emit(node, aten.ones_like.default, labels, dtype=dtype)
+        scaled = emit(node, aten._to_copy.default, emit(node, aten.mul.Tensor, ones, scaled), dtype=dtype)
+        node.args = (scaled, probabilities, labels, its_weight, NONE, its_ignored, its_total)
+    for user in list(loss.users):
+        user.replace_all_uses_with(results[arguments(user)[1]])
+
+
+class _Matrices(_Editing):
+    """One sweep over a graph.
+
+    Attributes:
+        width: V.
+        rows: by node of more dimensions, what it is a view of, and its sizes but the last.
+        zeros: by node, what it is among zeros; the sizes of that but the last; and the operators that put it there.
+        turned: by node, what it is the transpose of among those.
+        kept: products that are read by more than the loss.
+    """
+
+    def __init__(self, graph: TrainingGraph, width: int) -> None:
+        super().__init__(graph)
+        self.width = width
+        self.rows: dict[fx.Node, tuple[fx.Node, list[Any]]] = {}
+        self.zeros: dict[fx.Node, tuple[fx.Node, list[Any], tuple[fx.Node, ...]]] = {}
+        self.turned: dict[fx.Node, fx.Node] = {}
+        self.kept = _read_elsewhere(graph)
+
+    def apply(self) -> None:
+        """See `as_matrices`."""
+        for node in list(self.graph.graph.nodes):
+            if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+                continue
+            if node.target in VIEWS:
+                self._view(node)
+            elif node.target is aten.slice.Tensor:
+                self._cut(node)
+            elif node.target is aten.slice_backward.default:
+                self._put_back(node)
+            elif any(n in self.zeros or n in self.turned for n in node.all_input_nodes):
+                self._behind(node)
+            elif is_elementwise(node.target) and any(n in self.rows for n in node.all_input_nodes):
+                self._element_by_element(node)
+
+    def _is_wide(self, node: fx.Node) -> bool:
+        shape = node.meta["val"].shape
+        return len(shape) > 1 and isinstance(shape[-1], int) and shape[-1] == self.width
+
+    def _view(self, node: fx.Node) -> None:
+        source, sizes = arguments(node)[:2]
+        if not self._is_wide(node) or not self._is_wide(source):
+            return
+        if source in self.zeros:
+            self.zeros[node] = self.zeros[source]
+            return
+        if source.meta["val"].dim() > 2 and source not in self.rows:
+            return
+        matrix = self.rows[source][0] if source in self.rows else source
+        if node.meta["val"].dim() == 2:
+            node.replace_all_uses_with(matrix)
+        elif -1 not in sizes[:-1]:
+            self.rows[node] = (matrix, list(sizes[:-1]))
+
+    def _cut(self, node: fx.Node) -> None:
+        source, *given = arguments(node)
+        if source not in self.rows:
+            return
+        matrix, lead = self.rows[source]
+        if _same_shape(node, source):
+            self.rows[node] = (matrix, lead)
+            return
+        if given and given[0] % (len(lead) + 1) == len(lead):
+            return
+        sizes: list[Any] = []
+        try:
+            part = self._part(matrix, lead, node, {}, sizes)
+        except NotSeparable:
+            return
+        self.rows[node] = (part, sizes)
+
+    def _part(self, node: fx.Node, lead: list[Any], cut: fx.Node, known: dict[fx.Node, fx.Node], sizes: list[Any]) -> fx.Node:
+        """The rows of a matrix that a cut leaves, of what it is computed from as far as that is possible."""
+        if node in known:
+            return known[node]
+        args = arguments(node)
+        if node.target in PRODUCTS and node not in self.kept:
+            *added, left, right = args[:3]
+            if any(len(a.meta["val"].shape) != 1 for a in added):
+                raise NotSeparable("something is added to logits in another form")
+            found = self.emit(cut, node.target, *added, self._part(left, lead, cut, known, sizes), right, **node.kwargs)
+        elif is_elementwise(node.target) and self._is_wide(node):
+            inputs = {n: n if self._for_all(n) else self._part(n, lead, cut, known, sizes) for n in node.all_input_nodes}
+            args, kwargs = fx.map_arg((args, dict(node.kwargs)), inputs.__getitem__)
+            found = self.emit(cut, node.target, *args, **kwargs)
+        elif isinstance(node.meta["val"], Tensor) and node.meta["val"].dim() == 2:
+            width = node.meta["val"].shape[1]
+            taken = self.emit(
+                cut, aten.slice.Tensor, self.emit(cut, aten.view.default, node, [*lead, width]), *arguments(cut)[1:]
+            )
+            if not sizes:
+                shape = taken.meta["val"].shape[:-1]
+                sizes += [s if isinstance(s, int) else self.emit(cut, aten.sym_size.int, taken, d) for d, s in enumerate(shape)]
+            found = self.emit(cut, aten.reshape.default, taken, [-1, width])
+        else:
+            raise NotSeparable("what logits are computed from has no rows")
+        known[node] = found
+        return found
+
+    @staticmethod
+    def _for_all(node: fx.Node) -> bool:
+        value = node.meta["val"]
+        return not isinstance(value, Tensor) or value.dim() < 2
+
+    def _element_by_element(self, node: fx.Node) -> None:
+        """f(a view) is a view of f."""
+        lead = next(self.rows[n][1] for n in node.all_input_nodes if n in self.rows)
+        shape, inputs = node.meta["val"].shape, {}
+        if len(shape) != len(lead) + 1 or not self._is_wide(node):
+            return
+        for argument in node.all_input_nodes:
+            value = argument.meta["val"]
+            if argument in self.rows and _same_shape(argument, node):
+                inputs[argument] = self.rows[argument][0]
+            elif self._for_all(argument):
+                inputs[argument] = argument
+            elif all(size == 1 for size in value.shape[:-1]):
+                inputs[argument] = self.emit(node, aten.reshape.default, argument, [-1])
+            elif value.dim() == len(shape) and _same(value.shape[:-1], shape[:-1]):
+                inputs[argument] = self.emit(node, aten.reshape.default, argument, [-1, value.shape[-1]])
+            else:
+                return
+        args, kwargs = fx.map_arg((arguments(node), dict(node.kwargs)), inputs.__getitem__)
+        found = self.emit(node, node.target, *args, **kwargs)
+        view = self.emit(node, aten.view.default, found, [*lead, self.width])
+        node.replace_all_uses_with(view)
+        self.rows[view] = (found, lead)
+
+    def _put_back(self, node: fx.Node) -> None:
+        source, _, dim, *_ = arguments(node)
+        if dim % node.meta["val"].dim() == node.meta["val"].dim() - 1:
+            return
+        if source in self.rows:
+            matrix, lead = self.rows[source]
+            self.zeros[node] = (matrix, lead, (node,))
+        elif source in self.zeros:
+            matrix, lead, steps = self.zeros[source]
+            self.zeros[node] = (matrix, lead, (*steps, node))
+
+    def _behind(self, node: fx.Node) -> None:
+        """What is computed of a tensor among zeros, with the zeros put there afterwards."""
+        args, target = arguments(node), node.target
+        first = args[0]
+        if first in self.zeros and (target in _OF_ONE or (target is aten.mul.Tensor and not isinstance(args[1], fx.Node))):
+            matrix, lead, steps = self.zeros[first]
+            self.zeros[node] = (self.emit(node, target, matrix, *args[1:], **node.kwargs), lead, steps)
+        elif first in self.zeros and target in (aten.t.default, aten.transpose.int, aten.permute.default):
+            if first.meta["val"].dim() == 2 and node.meta["val"].shape[0] == self.width:
+                self.turned[node] = first
+        elif first in self.zeros and target is aten.sum.dim_IntList and list(args[1]) == [0] and first.meta["val"].dim() == 2:
+            node.replace_all_uses_with(self.emit(node, target, self.zeros[first][0], *args[1:], **node.kwargs))
+        elif target is aten.mm.default and first in self.zeros and args[1] not in self.zeros:
+            matrix, lead, steps = self.zeros[first]
+            found, width = self.emit(node, target, matrix, args[1]), node.meta["val"].shape[1]
+            found = self.emit(node, aten.reshape.default, found, [*lead, width])
+            for step in steps:
+                _, sizes, *rest = arguments(step)
+                found = self.emit(node, step.target, found, [*sizes[:-1], width], *rest)
+            node.replace_all_uses_with(self.emit(node, aten.reshape.default, found, [-1, width]))
+        elif target is aten.mm.default and first in self.turned and args[1] not in self.zeros:
+            matrix = self.zeros[self.turned[first]][0]
+            own = self._taken(args[1], self.zeros[self.turned[first]][2], node)
+            node.replace_all_uses_with(self.emit(node, target, self.emit(node, aten.t.default, matrix), own))
+        elif target is aten.mm.default and len(args) == 2 and args[1] in self.zeros and first not in self.turned:
+            matrix, _, steps = self.zeros[args[1]]
+            own = self._taken(self.emit(node, aten.t.default, first), steps, node)
+            node.replace_all_uses_with(self.emit(node, target, self.emit(node, aten.t.default, own), matrix))
+
+    def _taken(self, node: fx.Node, steps: Sequence[fx.Node], anchor: fx.Node) -> fx.Node:
+        """The rows of a matrix that are in the places where others were put among zeros."""
+        width = node.meta["val"].shape[1]
+        node = self.emit(anchor, aten.reshape.default, node, [*arguments(steps[-1])[1][:-1], width])
+        for step in reversed(steps):
+            _, _, *rest = arguments(step)
+            node = self.emit(anchor, aten.slice.Tensor, node, *rest)
+        return self.emit(anchor, aten.reshape.default, node, [-1, width])
+
+
+def _read_elsewhere(graph: TrainingGraph) -> set[fx.Node]:
+    """Products that outputs of the forward read otherwise than summed over the vocabulary."""
+    waiting, seen = list(graph.forward_results()), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen and node.target not in (NLL, aten.sum.dim_IntList):
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return {node for node in seen if node.target in PRODUCTS}
+
+
+def _same_shape(one: fx.Node, other: fx.Node) -> bool:
+    return _same(one.meta["val"].shape, other.meta["val"].shape)
+
+
+def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(sizes) == len(others) and all(expression(a) == expression(b) for a, b in zip(sizes, others, strict=True))

@@ -1,0 +1,265 @@
+"""From a head to the program that computes its losses and gradients for a chunk of tokens."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from graphopt.passes.linear_cross_entropy.heads import BY_TOKEN, Head
+from graphopt.passes.linear_cross_entropy.matrices import NLL, NLL_BACKWARD, NotSeparable
+from torch import fx
+
+from graphopt.analysis.liveness import is_view
+from graphopt.analysis.row_axes import Rules
+from graphopt.analysis.row_rules import VIEWS, WITH_SIZES, arguments, first_value
+from graphopt.compat import expression
+from graphopt.graph import TrainingGraph
+from graphopt.ops.by_tokens import BLOCK_BYTES, Program, Result, log_softmax_, softmax_gradient_
+
+aten = torch.ops.aten
+
+
+_ONE_BY_ONE = frozenset({aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten._to_copy.default})
+"""Operators between what is computed of a token and the mask that hides it."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A program, and what it needs.
+
+    Attributes:
+        program: takes `head.rows` and `head.whole`; returns `head.losses`, `head.gradients` and `head.sums`.
+        graph: that its source was written from.
+        row_bytes: of what is copied for a token before the program runs.
+    """
+
+    program: Program
+    graph: fx.Graph
+    row_bytes: int
+
+
+def write(graph: TrainingGraph, head: Head) -> Written:
+    """The program of a head.
+
+    Raises:
+        NotSeparable: a size in it depends on the batch.
+    """
+    writer = _Writer(graph, head)
+    return writer.write()
+
+
+class _Writer:
+    def __init__(self, graph: TrainingGraph, head: Head) -> None:
+        self.graph, self.head = graph, head
+        self.rules = Rules(graph, Rules(graph, 1).shape(head.losses[0])[0])
+        self.program = fx.Graph()
+        self.count = self.program.placeholder("count")
+        self.made: dict[fx.Node, fx.Node] = {}
+        for kind, nodes in (("row", head.rows), ("whole", head.whole)):
+            for i, node in enumerate(nodes):
+                self.made[node] = self.program.placeholder(f"{kind}_{i}")
+                self.made[node].meta = {"val": node.meta["val"]}
+        self.tokens = {expression(node.meta["val"].shape[0]) for node in head.rows}  # one number, by whatever formula
+        self.skips = self._skips(arguments(head.loss)[1])
+
+    def write(self) -> Written:
+        head, results, values = self.head, [], []
+        labels, ignored = arguments(head.loss)[1], arguments(head.loss)[4] if self.skips else None
+        for node in head.losses:
+            values.append(self._loss(node))
+            results.append(self._result("rows", node))
+        for node in head.gradients:
+            values.append(self._again(node, by_token=True))
+            results.append(self._result("rows", node))
+        for node, reads in head.sums.items():
+            if node.target is aten.mm.default:
+                values += [self._of(n) for n in arguments(node)[:2]]
+                results.append(self._result("product", node))
+            else:
+                values.append(self._again(node, by_token=False))
+                results.append(self._result("sum", node))
+            assert reads
+        self.program.output(tuple(values))
+        source = self.program.python_code("self").src
+        program = Program(source, tuple(results), head.rows.index(labels), ignored)
+        row_bytes = sum(self._row_bytes(n) for n in head.rows) if ignored is not None else 0
+        return Written(program, self.program, row_bytes)
+
+    def _skips(self, labels: fx.Node) -> bool:
+        """Whether tokens whose label is ignored may be left out: nothing reads what else is computed of them.
+
+        Where nothing reads it, its gradient is zero.
+        """
+        _, _, _, _, ignored = arguments(self.head.loss)
+        for node in self.head.losses:
+            if node.target is NLL:
+                if arguments(node)[1] is not labels or arguments(node)[4] != ignored:
+                    return False
+            elif not self._is_masked(node, labels, ignored):
+                return False
+        return True
+
+    def _is_masked(self, node: fx.Node, labels: fx.Node, ignored: int) -> bool:
+        """Whether all that reads a number for each token puts another in its place where the label is ignored."""
+
+        def masks(user: fx.Node) -> bool:
+            if user.target is aten.masked_fill.Scalar:
+                mask = arguments(user)[1]
+                return mask.target is aten.eq.Scalar and arguments(mask)[0] is labels and arguments(mask)[1] == ignored
+            return user.target in _ONE_BY_ONE and self._is_masked(user, labels, ignored)
+
+        return bool(node.users) and all(map(masks, node.users))
+
+    def _result(self, kind: str, node: fx.Node) -> Result:
+        value = first_value(node)
+        assert value is not None
+        shape = value.shape[1:] if kind == "rows" else value.shape
+        if not all(isinstance(size, int) for size in shape):
+            raise NotSeparable(f"a size of {node.name} depends on the batch")
+        return Result(kind, tuple(shape), str(value.dtype).removeprefix("torch."))
+
+    def _row_bytes(self, node: fx.Node) -> int:
+        value = first_value(node)
+        assert value is not None
+        count = value.element_size()
+        for size in value.shape[1:]:
+            count *= int(size)
+        return count
+
+    def _of(self, node: fx.Node) -> fx.Node:
+        """A node of the head, for the chunk."""
+        if node not in self.made:
+            self.made[node] = self._softmax(node) or self._softmax_gradient(node) or self._again(node, self._has_rows(node))
+        return self.made[node]
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        return self.head.inside.get(node) == BY_TOKEN
+
+    def _loss(self, node: fx.Node) -> fx.Node:
+        if node.target is not NLL:
+            return self._again(node, by_token=True)
+        if node not in self.made:
+            self.made[node] = self._call(NLL, tuple(self._map(arguments(node))), {}, node)
+        found = self.program.call_function(operator.getitem, (self.made[node], 0))
+        found.meta = {"val": node.meta["val"][0], "tokens": self.tokens}
+        return found
+
+    def _softmax(self, node: fx.Node) -> fx.Node | None:
+        """A softmax in the place of logits that nothing else reads."""
+        if node.target is not aten._log_softmax.default or arguments(node)[2]:
+            return None
+        logits, dim, _ = arguments(node)
+        fresh = not is_view(logits) if logits in self.head.inside else self.skips  # rows are copied where some are left out
+        if not fresh or self._readers(logits) != {node} or dim % 2 != 1 or node.meta["val"].dim() != 2:
+            return None
+        return self._call(log_softmax_, (self._of(logits),), {}, node)
+
+    def _softmax_gradient(self, node: fx.Node) -> fx.Node | None:
+        """The gradients of an NLL loss and of its softmax at once, in the place of the softmax, where nothing else reads it."""
+        if node.target is not aten._log_softmax_backward_data.default:
+            return None
+        nll, softmax = _original(arguments(node)[0]), _original(arguments(node)[1])
+        if (
+            nll.target is not NLL_BACKWARD
+            or softmax not in self.head.inside
+            or node.meta["val"].dtype != softmax.meta["val"].dtype
+        ):
+            return None
+        gradient, probabilities, labels, weight, _, ignored, _ = arguments(nll)
+        readers = self._readers(softmax) - {nll, node}
+        if _original(probabilities) is not softmax or readers or len(_users_behind_views(nll)) != 1:
+            return None
+        args = (self._of(softmax), self._of(gradient), self._of(labels), weight and self._of(weight), ignored)
+        return self._call(softmax_gradient_, args, {}, node)
+
+    def _readers(self, node: fx.Node) -> set[fx.Node]:
+        later = {*self.head.inside, *self.head.gradients, *self.head.sums}
+        return {user for user in _users_behind_views(node) if user in later}
+
+    def _again(self, node: fx.Node, by_token: bool) -> fx.Node:
+        target = node.target
+        args = list(self._map(arguments(node)[: 6 if target is NLL_BACKWARD else None]))
+        if target is NLL_BACKWARD:
+            nll = next(n for n in self.head.losses if n.target is NLL)  # the total weight of its tokens, which it does not use
+            self._loss(nll)
+            args += [None]
+            args[6] = self.program.call_function(operator.getitem, (self.made[nll], 1))
+            args[6].meta = {"val": nll.meta["val"][1], "tokens": self.tokens}
+        if target in WITH_SIZES:
+            if not by_token:
+                raise NotSeparable(f"{node.name} has its tokens in another place")
+            sizes = list(args[1])
+            sizes[0] = -1 if target in VIEWS else self.count
+            args[1] = sizes
+            target = aten.reshape.default if target in VIEWS else target
+        return self._call(target, tuple(args), self._map(dict(node.kwargs)), node)
+
+    def _map(self, given: Any) -> Any:
+        def one(node: fx.Node) -> Any:
+            if node in self.made or node in self.head.inside:
+                return self._of(node)
+            if isinstance(value := node.meta.get("val"), torch.SymInt) and expression(value) in self.tokens:
+                return self.count
+            raise NotSeparable(f"{node.name} is a number that depends on the batch")
+
+        return fx.map_arg(given, one)
+
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], like: fx.Node) -> fx.Node:
+        node = self.program.call_function(target, args, kwargs)
+        node.meta = {"val": like.meta["val"], "tokens": self.tokens}
+        return node
+
+
+def workspace(written: Written, tokens: int) -> int:
+    """Bytes that exist while a program runs on a chunk of so many tokens, beside its arguments and results."""
+    live, most, sizes = written.row_bytes * tokens, 0, {}
+    nodes = list(written.graph.nodes)
+    last: dict[fx.Node, int] = {}
+    owner: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(nodes):
+        for read in node.all_input_nodes:
+            last[owner.get(read, read)] = i
+        in_place = node.target in (log_softmax_, softmax_gradient_, operator.getitem) or is_view(node)
+        if node.op == "call_function" and in_place:
+            first = node.args[0]
+            assert isinstance(first, fx.Node)
+            owner[node] = owner.get(first, first)
+    for i, node in enumerate(nodes):
+        if node.op != "call_function":
+            continue
+        if node not in owner:
+            sizes[node] = _bytes_of_chunk(node, tokens)
+            live += sizes[node]
+        extra = (
+            min(max(BLOCK_BYTES, _bytes_of_chunk(node, 1)), _bytes_of_chunk(node, tokens)) if node.target is log_softmax_ else 0
+        )
+        most = max(most, live + extra)
+        live -= sum(size for other, size in sizes.items() if last.get(other) == i)
+    return most
+
+
+def _bytes_of_chunk(node: fx.Node, tokens: int) -> int:
+    total = 0
+    values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+    for value in values:
+        count = value.element_size()
+        for size in value.shape:
+            count *= tokens if expression(size) in node.meta["tokens"] else int(size)
+        total += count
+    return total
+
+
+def _users_behind_views(node: fx.Node) -> list[fx.Node]:
+    """What reads a tensor, or the same under another name."""
+    found = []
+    for user in node.users:
+        found += _users_behind_views(user) if user.target in (aten.detach.default, aten.alias.default) else [user]
+    return found
+
+
+def _original(node: fx.Node) -> fx.Node:
+    while node.target in (aten.detach.default, aten.alias.default):
+        node = arguments(node)[0]
+    return node
