@@ -230,6 +230,10 @@ class Technique:
         """What it can do for a step of `plan` to need less memory."""
         return Offers()
 
+    def finer(self, plan: Plan, graph: TrainingGraph) -> Plan | None:
+        """The plan in which it takes less memory for the same gradients, and some time for that; None: it cannot."""
+        return None
+
     @classmethod
     def offered(cls, graph: TrainingGraph) -> Technique | None:
         """The technique as `graphopt.pareto` tries it on a graph, if it makes offers."""

@@ -45,6 +45,8 @@ def bench_logits(
     tokens: Annotated[int, typer.Option(min=2, help="Of a batch.")] = 2048,
     samples: Annotated[int, typer.Option(min=1, help="Sequences of a batch.")] = 4,
     chunks: Annotated[int | None, typer.Option(min=1, help="As many as are chosen by default.")] = None,
+    labelled: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the tokens, the last, that have a label.")] = 1.0,
+    lora: Annotated[bool, typer.Option("--lora", help="Train adapters of rank 8 alone: the head is frozen.")] = False,
     repeats: Repeats = 5,
     out: Out = None,
     as_json: AsJson = False,
@@ -52,7 +54,8 @@ def bench_logits(
     """A language model's logits in chunks of tokens, against eager and torch.compile: bytes that a step allocates, and time."""
     from graphopt.bench import logits
 
-    _measure(lambda console: logits.run(layers, tokens, samples, chunks, repeats, console), logits.show, out, as_json)
+    settings = (layers, tokens, samples, chunks, labelled, lora, repeats)
+    _measure(lambda console: logits.run(*settings, console), logits.show, out, as_json)
 
 
 @bench_app.command("memory")

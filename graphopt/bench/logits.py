@@ -16,6 +16,7 @@ from rich.progress import Progress
 from torch import nn
 
 import graphopt
+from graphopt.analysis.step_memory import step_memory
 from graphopt.bench.memory import peak_of
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device
@@ -25,7 +26,7 @@ from graphopt.passes import LinearCrossEntropy
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, FEED_FORWARD = 49_152, 576, 9, 3, 1_536
 
 
-def model_of(layers: int) -> nn.Module:
+def model_of(layers: int, lora: bool) -> nn.Module:
     """SmolLM2's shape, with fewer layers or all 30."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,7 +35,12 @@ def model_of(layers: int) -> nn.Module:
         hidden_size=WIDTH, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS,
         intermediate_size=FEED_FORWARD, vocab_size=VOCABULARY, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
-    return LlamaForCausalLM(config).train()
+    model = LlamaForCausalLM(config).train()
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).train()
 
 
 class LossAlone(nn.Module):
@@ -50,46 +56,53 @@ class LossAlone(nn.Module):
         return loss
 
 
-def run(layers: int, tokens: int, samples: int, chunks: int | None, repeats: int, console: Console) -> dict[str, Any]:
+def run(
+    layers: int, tokens: int, samples: int, chunks: int | None, labelled: float, lora: bool, repeats: int, console: Console
+) -> dict[str, Any]:
     """Measure every variant.
 
     Args:
         layers: of the model; SmolLM2-135M has 30.
         tokens: of the batch, in `samples` sequences.
         chunks: see `LinearCrossEntropy`.
+        labelled: part of the tokens, the last of each sequence, that have a label.
+        lora: adapters are trained, and nothing else.
         repeats: timed rounds.
     """
     device, name = this_device()
     ids = torch.randint(0, VOCABULARY, (samples, tokens // samples), device=device)
-    inputs = {"input_ids": ids, "labels": ids}
+    labels = ids.clone()
+    labels[:, : round((1 - labelled) * ids.shape[1])] = -100
+    inputs = {"input_ids": ids, "labels": labels}
+    passes = [LinearCrossEntropy(chunks)]
     rows: list[dict[str, Any]] = []
     makers: dict[str, Callable[[nn.Module], Any]] = {
         "eager": lambda model: model,
         "torch.compile": torch.compile,
-        "graphopt": lambda model: graphopt.optimize(model, inputs, passes=[LinearCrossEntropy(chunks)]),
+        "graphopt": lambda model: graphopt.optimize(model, inputs, passes=passes),
+        "graphopt, outputs='loss'": lambda model: graphopt.optimize(model, inputs, passes=passes, outputs="loss"),
     }
+    variants = [("logits too", kind) for kind in makers] + [("the loss alone", kind) for kind in list(makers)[:3]]
     with Progress(console=console) as bar:
-        task = bar.add_task("compiling", total=6 + WARMUP + repeats)
+        task = bar.add_task("compiling", total=len(variants) + WARMUP + repeats)
         steps: dict[str, Callable[[], object]] = {}
-        for returns in ("logits too", "the loss alone"):
-            for kind, make in makers.items():
-                whole = model_of(layers).to(torch.device(device))
-                model = LossAlone(whole) if returns == "the loss alone" else whole
-                step = make(model)
+        for returns, kind in variants:
+            whole = model_of(layers, lora).to(torch.device(device))
+            model = LossAlone(whole) if returns == "the loss alone" else whole
+            step = makers[kind](model)
 
-                def train(step: Any = step, model: nn.Module = model) -> None:
-                    found = step(**inputs)
-                    (found if isinstance(found, torch.Tensor) else found.loss).backward()
-                    model.zero_grad()
+            def train(step: Any = step, model: nn.Module = model) -> None:
+                found = step(**inputs)
+                (found if isinstance(found, torch.Tensor) else found.loss).backward()
+                model.zero_grad()
 
-                with fresh_compiler_cache():
-                    train()
+            with fresh_compiler_cache():
                 train()
-                found = step.report.sections.get("linear_cross_entropy", {}).get("chunks", {}) if kind == "graphopt" else {}
-                peak = peak_of(train, device)
-                rows.append({"returns": returns, "variant": kind, "step_bytes": peak, "chunks": max(found.values(), default=1)})
-                steps[f"{kind}, {returns}"] = train
-                bar.advance(task)
+            train()
+            peak = peak_of(train, device)
+            rows.append({"returns": returns, "variant": kind, "step_bytes": peak, **_predicted(step)})
+            steps[f"{kind}, {returns}"] = train
+            bar.advance(task)
         bar.update(task, description="timing")
         seconds = medians(steps, repeats, device, lambda: bar.advance(task))
     for row in rows:
@@ -97,20 +110,32 @@ def run(layers: int, tokens: int, samples: int, chunks: int | None, repeats: int
         row["seconds"] = seconds[f"{row['variant']}, {row['returns']}"]
         row["bytes_ratio"] = row["step_bytes"] / compiled["step_bytes"]
         row["time_ratio"] = row["seconds"] / seconds[f"torch.compile, {row['returns']}"]
-    return {"torch": torch.__version__, "device": name, "layers": layers, "tokens": tokens, "repeats": repeats, "rows": rows}
+    settings = {"layers": layers, "tokens": tokens, "labelled": labelled, "lora": lora, "repeats": repeats}
+    return {"torch": torch.__version__, "device": name, **settings, "rows": rows}
+
+
+def _predicted(step: Any) -> dict[str, Any]:
+    """In how many chunks a step's head is computed, and the bytes that were predicted for it."""
+    if not isinstance(step, graphopt.OptimizedModule) or step.last_step is None:
+        return {"chunks": 1, "predicted_bytes": None}
+    memory = step_memory(step.last_step.graph, "inductor", None)
+    chunks = step.report.sections.get("linear_cross_entropy", {}).get("chunks", {})
+    return {"chunks": max(chunks.values(), default=1), "predicted_bytes": memory.peak_bytes - memory.static_bytes}
 
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
+    trained = "adapters of rank 8 are trained" if results["lora"] else "all is trained"
     console.print(
         f"torch {results['torch']}, {results['device']}: {results['layers']} layers, {results['tokens']:,} tokens, "
-        f"median of {results['repeats']} steps"
+        f"{results['labelled']:.0%} of them with a label, {trained}, median of {results['repeats']} steps"
     )
     columns = (
         "the model returns",
         "run by",
         "chunks",
         "step allocates MB",
+        "predicted MB",
         "of torch.compile's",
         "seconds",
         "of torch.compile's",
@@ -120,6 +145,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     return (
-        row["returns"], row["variant"], row["chunks"], f"{row['step_bytes'] / 1e6:,.0f}", f"{row['bytes_ratio']:.2f}",
+        row["returns"], row["variant"], row["chunks"], f"{row['step_bytes'] / 1e6:,.1f}",
+        "" if row["predicted_bytes"] is None else f"{row['predicted_bytes'] / 1e6:,.1f}", f"{row['bytes_ratio']:.2f}",
         f"{row['seconds']:.2f}", f"{row['time_ratio']:.2f}",
     )  # fmt: skip

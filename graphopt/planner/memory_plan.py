@@ -7,7 +7,7 @@ saves) is measured as the difference to the predicted peak of the rewritten grap
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
@@ -50,6 +50,44 @@ def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importanc
     profile = flop_profile(graph)
     if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
         return plan
+    forms = finer_plans(plan, graph)
+    finest = _predicted(forms[-1], graph, limit) if len(forms) > 1 else least
+    if finest < least:
+        plan, least = forms[-1], finest
+    if least > limit.peak_bytes or not _within_flops(plan, graph, profile):
+        plan = _searched(plan, graph, limit, least, profile, rate)
+    return _coarsest(plan, forms, graph, limit)
+
+
+def finer_plans(plan: Plan, graph: TrainingGraph) -> list[Plan]:
+    """A plan, and the same with what takes less and less memory for the same gradients, the cheapest first."""
+    forms = [plan]
+    for rewrite in plan.passes:
+        while (form := technique(rewrite).finer(forms[-1], graph)) is not None:
+            forms.append(form)
+    return forms
+
+
+def _coarsest(plan: Plan, forms: Sequence[Plan], graph: TrainingGraph, limit: MemoryLimit) -> Plan:
+    """A plan within the limit with the cheapest of these forms, as what it does beside has made room."""
+    changed = {name for form in forms for name, decision in form.decisions.items() if decision != forms[0].decisions.get(name)}
+    for form in forms:
+        others = {name: decision for name, decision in plan.decisions.items() if name not in changed}
+        own = {name: form.decisions[name] for name in changed if name in form.decisions}
+        candidate = replace(plan, decisions={**others, **own})
+        if candidate.key == plan.key or _predicted(candidate, graph, limit) <= limit.peak_bytes:
+            return candidate
+    return plan
+
+
+def _searched(
+    plan: Plan, graph: TrainingGraph, limit: MemoryLimit, least: int, profile: FlopProfile, rate: Callable[[], Importance] | None
+) -> Plan:
+    """See `within_memory`.
+
+    Args:
+        least: peak bytes that are predicted of the plan as it is.
+    """
     offers = offers_of(plan, graph)
     if rate is None:
         offers = replace(offers, leaves_untrained=False, smaller={})

@@ -242,7 +242,7 @@ def _checked(graph: TrainingGraph, found: _Search, loss: fx.Node, tokens: int, s
     _require_linear(found, [*found.inside, *found.gradients, *found.sums])
     in_full = _read_by_others(found, ends)
     inside, reads = _needed(found, ends, in_full)
-    if ancestors(reads) & {*inside, *ends}:
+    if ancestors(reads) & {*ends, *(inside & found.cone)}:
         raise NotSeparable("what its tokens give is read again by them")
     if any(value.dtype == torch.float16 for n in inside if (value := first_value(n)) is not None):
         raise NotSeparable("float16 is too coarse for gradients without the scale of the loss")

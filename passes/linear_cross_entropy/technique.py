@@ -6,7 +6,7 @@ Preserves: EXACT.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,29 @@ SLOWER = 0.02
 """Part of a step's time that adding up the weight's gradient may take."""
 
 
+LEAST_TOKENS = 32
+"""Of a chunk, however little memory there is."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """How many tokens are worked on at a time, as `Budget(memory=...)` needs it."""
+
+    tokens: int
+
+    @property
+    def key(self) -> Hashable:
+        """See `Decision`."""
+        return str(self.tokens)
+
+
 @dataclass(frozen=True)
 class LinearCrossEntropy(Technique):
     """Computing logits, loss and gradients of a head for some tokens at a time.
 
     Attributes:
         chunks: into how many parts the tokens of a batch are divided. None: as many as take no more than 2 % of a step's time by
-            the roofline, where that saves 64 MiB or more.
+            the roofline, where that saves 64 MiB or more; and as many more as `Budget(memory=...)` needs.
     Raises:
         PassError: fewer than one chunk.
     """
@@ -52,6 +68,7 @@ class LinearCrossEntropy(Technique):
     serves = ()
     by_part = True
     loss_alone = True
+    decides = Chunk
     unneeded = "no logits are large enough"
 
     def __post_init__(self) -> None:
@@ -64,45 +81,63 @@ class LinearCrossEntropy(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it."""
-        if not planning.auto or self._chosen(planning.graph):
+        if not planning.auto or self._chosen(plan, planning.graph):
+            return plan
+        if plan.memory is not None and self.applicable(planning.graph):
             return plan
         return plan.without(self, self.unneeded)
 
-    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[tuple[str, int], ...], tuple[()]]:
-        """By head, how many chunks."""
-        return tuple(self._chosen(graph).items()), ()
-
-    def _chosen(self, graph: TrainingGraph) -> dict[str, int]:
+    def finer(self, plan: Plan, graph: TrainingGraph) -> Plan | None:
+        """Half as many tokens at a time."""
         heads, _ = find_heads(prepared(graph))
-        return {head.name: count for head in heads if (count := self._chunks_of(head, graph)) > 1}
+        if self.chunks is not None or not heads:
+            return None
+        chosen = self._chosen(plan, graph)
+        tokens = max(chosen.get(head.name, head.tokens) for head in heads) // 2
+        return plan.decided(self.name, Chunk(tokens)) if tokens >= LEAST_TOKENS else None
 
-    def _chunks_of(self, head: Head, graph: TrainingGraph) -> int:
+    def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[tuple[str, int], ...], tuple[()]]:
+        """By head, how many tokens at a time."""
+        return tuple(self._chosen(plan, graph).items()), ()
+
+    def _chosen(self, plan: Plan, graph: TrainingGraph) -> dict[str, int]:
+        heads, _ = find_heads(prepared(graph))
+        found = {head.name: self._tokens_of(head, plan, graph) for head in heads}
+        return {name: tokens for name, tokens in found.items() if tokens is not None}
+
+    def _tokens_of(self, head: Head, plan: Plan, graph: TrainingGraph) -> int | None:
+        """How many tokens of a head are worked on at a time; None: it is left whole."""
         if self.chunks is not None:
-            return min(self.chunks, head.tokens)
+            return None if self.chunks == 1 else -(-head.tokens // self.chunks)
+        decided = plan.decisions.get(self.name)
+        if decided is not None:
+            return decided.tokens
         most = min(head.tokens // FEWEST_TOKENS, _affordable(head, graph))
-        return most if most > 1 and head.saved_bytes * (1 - 1 / most) >= LEAST_BYTES else 1
+        if most > 1 and head.saved_bytes * (1 - 1 / most) >= LEAST_BYTES:
+            return -(-head.tokens // most)
+        return FEWEST_TOKENS if head.symbolic else None  # the plan has chosen it for another batch
 
     def apply(self, graph: TrainingGraph, decisions: Collection[Any] | Mapping[str, int]) -> Changes:
-        """Compute the heads in `decisions` in as many chunks as it says; where only names are given, in `chunks`, or two.
+        """Compute the heads in `decisions` for as many tokens at a time as these say; of those that are names alone in `chunks`.
 
         Raises:
             PassError: an unknown head.
         """
         pairs = decisions.items() if isinstance(decisions, Mapping) else decisions
-        counts: dict[str, int] = dict(pair if isinstance(pair, tuple) else (pair, self.chunks or 2) for pair in pairs)
+        tokens: dict[str, int | None] = dict(pair if isinstance(pair, tuple) else (pair, None) for pair in pairs)
         alone = prepared(graph)
         heads, left = find_heads(alone)
-        unknown = sorted(set(counts).difference(head.name for head in heads))
+        unknown = sorted(set(tokens).difference(head.name for head in heads))
         if unknown:
             why = f"it cannot be divided: {left[unknown[0]]}" if unknown[0] in left else "there is no such head"
             raise PassError(f"linear_cross_entropy: {unknown[0]}: {why}.")
         before, changed = len(graph.graph.nodes), []
-        if counts:
+        if tokens:
             graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
         for head in heads:
-            if head.name in counts:
+            if head.name in tokens:
                 try:
-                    in_chunks(graph, head, -(-head.tokens // counts[head.name]))
+                    in_chunks(graph, head, tokens[head.name] or -(-head.tokens // (self.chunks or 2)))
                     changed.append(head.name)
                 except NotSeparable as reason:
                     left[head.name] = str(reason)
@@ -115,9 +150,10 @@ class LinearCrossEntropy(Technique):
     ) -> Section:
         """By head, in how many chunks it is computed."""
         changed = {name for report in ran if report.name == self.name for name in report.changes.changed}
-        facts = {name: count for name, count in self._chosen(graph).items() if name in changed}
-        heads, _ = find_heads(prepared(graph)) if facts else ([], {})
-        kept = [f"the logits of {h.name} are an output, and kept" for h in heads if h.name in facts and h.in_full]
+        chosen = {name: tokens for name, tokens in self._chosen(plan, graph).items() if name in changed}
+        heads = [head for head in find_heads(prepared(graph))[0] if head.name in chosen] if chosen else []
+        facts = {head.name: -(-head.tokens // chosen[head.name]) for head in heads}
+        kept = [f"the logits of {h.name} are an output, and kept: outputs='loss' saves them" for h in heads if h.in_full]
         return Section(
             {"chunks": facts} if facts else {},
             tuple(f"cross entropy    {name} in {count} chunks of tokens" for name, count in facts.items()),
