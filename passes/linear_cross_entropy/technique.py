@@ -83,6 +83,8 @@ class LinearCrossEntropy(Technique):
         """Leave a plan where nothing is worth it."""
         if not planning.auto or self._chosen(plan, planning.graph):
             return plan
+        if _samples(plan):
+            return plan.without(self, "it is not used beside a sampler")
         if plan.memory is not None and self.applicable(planning.graph):
             return plan
         return plan.without(self, self.unneeded)
@@ -90,7 +92,7 @@ class LinearCrossEntropy(Technique):
     def finer(self, plan: Plan, graph: TrainingGraph) -> Plan | None:
         """Half as many tokens at a time."""
         heads, _ = find_heads(prepared(graph))
-        if self.chunks is not None or not heads:
+        if self.chunks is not None or not heads or _samples(plan):
             return None
         chosen = self._chosen(plan, graph)
         tokens = max(chosen.get(head.name, head.tokens) for head in heads) // 2
@@ -101,6 +103,8 @@ class LinearCrossEntropy(Technique):
         return tuple(self._chosen(plan, graph).items()), ()
 
     def _chosen(self, plan: Plan, graph: TrainingGraph) -> dict[str, int]:
+        if _samples(plan):
+            return {}
         heads, _ = find_heads(prepared(graph))
         found = {head.name: self._tokens_of(head, plan, graph) for head in heads}
         return {name: tokens for name, tokens in found.items() if tokens is not None}
@@ -160,6 +164,11 @@ class LinearCrossEntropy(Technique):
             tuple(kept),
             left_alone(self.name, reports, changed),
         )
+
+
+def _samples(plan: Plan) -> bool:
+    """Whether rows of the backward are to be left out; beside that, heads in chunks have not been checked."""
+    return any(rewrite.preserves is Preserves.UNBIASED for rewrite in plan.passes)
 
 
 def prepared(graph: TrainingGraph) -> TrainingGraph:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import LinearCrossEntropy, run_pass
+from graphopt.passes import LinearCrossEntropy, Vcas, run_pass
 from graphopt.passes.linear_cross_entropy.heads import find_heads
 from graphopt.passes.linear_cross_entropy.technique import prepared
 from hypothesis import given, settings, strategies as st
@@ -250,6 +250,13 @@ def test_what_cannot_be_divided_is_left_alone_with_a_reason() -> None:
         run_pass(LinearCrossEntropy(), capture(LanguageModel(), batch(), symbolic=False), ["layer.weight"])
     with pytest.raises(PassError, match="chunks=0 must be at least 1"):
         LinearCrossEntropy(0)
+
+
+def test_beside_a_sampler_the_head_is_left_whole() -> None:
+    opt = graphopt.optimize(LanguageModel(), batch(), passes=[LinearCrossEntropy(4), Vcas(keep_rows=0.5)], backend="aot_eager")
+    opt(*batch()).backward()
+    assert opt.last_step is not None
+    assert not opt.last_step.reports[0].changes.changed
 
 
 def test_small_logits_are_left_whole_by_themselves() -> None:
