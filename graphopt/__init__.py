@@ -1,8 +1,8 @@
 """graphopt: the same training, cheaper.
 
 `optimize` turns a model into one whose training step is compiled under a budget, and `prepare` has a training loop of your own
-run it; `analyze` counts what a step costs in FLOPs and bytes; `pareto` says what each budget buys, `plan` how to train on given
-devices. `dir(graphopt)` is all of it. torch is loaded when the first of these names is used.
+run it; `fit` says whether a step fits a GPU; `analyze` counts what it costs in FLOPs and bytes; `pareto` says what each budget
+buys, `plan` how to train on given devices. `dir(graphopt)` is all of it. torch is loaded when the first of these names is used.
 
 The house, room by room:
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from graphopt import passes as passes, testing as testing
     from graphopt.api import Analysis, analyze, optimize, pareto, plan
     from graphopt.budget import Budget
+    from graphopt.integrations.fit import fit
     from graphopt.integrations.prepare import prepare
     from graphopt.integrations.trainer import TrainerCallback as TrainerCallback
     from graphopt.runtime.controllers import MergeController, SelectionController
@@ -60,6 +61,7 @@ __all__ = [
     "TorchVersionError",
     "analyze",
     "errors",
+    "fit",
     "optimize",
     "pareto",
     "passes",
@@ -76,6 +78,7 @@ _HOMES = {
     "SelectionController": "graphopt.runtime.controllers",
     "TrainerCallback": "graphopt.integrations.trainer",  # needs transformers, which graphopt does not: not in __all__
     "analyze": "graphopt.api",
+    "fit": "graphopt.integrations.fit",
     "optimize": "graphopt.api",
     "pareto": "graphopt.api",
     "plan": "graphopt.api",

@@ -161,6 +161,39 @@ def plan(
         show_plan(found, Console())
 
 
+@app.command()
+def fit(
+    model: Model,
+    gpu: Annotated[str, typer.Option(help="A name such as h100, a100-40g or rtx4090, or an amount such as 16GiB.")],
+    lora: Annotated[
+        int | None, typer.Option(min=1, help="Train adapters of this rank (PEFT) in the place of all weights.")
+    ] = None,
+    batch: Batch = 4,
+    length: Length = 512,
+    backend: CompiledBackend = "inductor",
+    optimizer: Optimizer = "adamw",
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+) -> None:
+    """Will a training step fit? Exit code 0 if it does, else 1, with what to change first; allocates no weights."""
+    from dataclasses import asdict
+
+    from graphopt.integrations.fit import fit as find
+    from graphopt.integrations.gpus import gpu_bytes
+    from graphopt.integrations.models import load
+
+    gpu_bytes(gpu)
+    states = _named(optimizer)
+    with stages_told(quiet):
+        loaded, inputs = load(model, batch, length, weights=False)
+        found = find(loaded, inputs, gpu, optimizer=states, backend=backend, lora=lora)
+    if as_json:
+        print(json.dumps({"model": model, **asdict(found)}, indent=1))
+    else:
+        print(found)
+    raise typer.Exit(0 if found.fits else 1)
+
+
 def _named(optimizer: str) -> str | None:
     """As the functions take it; an unknown one is refused before anything is loaded."""
     from graphopt.analysis.optimizers import check_optimizer

@@ -182,7 +182,7 @@ def test_help_does_without_torch() -> None:
 
 def test_commands_have_equal_defaults() -> None:
     seen: dict[str, set[object]] = {}
-    for command in (cli.analyze, cli.plan, cli.pareto, cli.optimize):
+    for command in (cli.analyze, cli.fit, cli.plan, cli.pareto, cli.optimize):
         for name, parameter in inspect.signature(command).parameters.items():
             if name in ("batch", "length", "backend", "optimizer", "quiet", "as_json"):
                 seen.setdefault(name, set()).add(parameter.default)
@@ -227,6 +227,20 @@ def test_stages_are_told_with_their_time_unless_quiet(monkeypatch, capsys, tmp_p
     code, out, err = run(monkeypatch, capsys, *arguments, "--quiet")
     assert code == 0
     assert err == ""
+
+
+def test_fit_has_an_exit_code_and_says_what_to_change(monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("fit", str(config), "--length", "8", "--backend", "aot_eager", "--quiet")
+    code, out, err = run(monkeypatch, capsys, *arguments, "--gpu", "rtx4090")
+    assert (code, err) == (0, "")
+    assert out.startswith("It fits")
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--gpu", "400MiB", "--lora", "4", "--optimizer", "adamw8bit")
+    assert code == 1
+    assert out.startswith("It does not fit")
+    code, out, _ = run(monkeypatch, capsys, *arguments, "--gpu", "400MiB", "--json")
+    assert code == 1
+    assert {change["what"] for change in json.loads(out)["changes"]} >= {"weights in bfloat16"}
+    assert run(monkeypatch, capsys, *arguments, "--gpu", "gtx")[0] == 2
 
 
 def test_a_device_of_any_size_has_a_plan(monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]

@@ -1,0 +1,247 @@
+"""Will a training step fit a GPU? The predicted peak, the largest batch, and what to change where it does not fit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from graphopt import compat
+from graphopt.analysis.allocator import CONTEXT_BYTES
+from graphopt.analysis.memory import MemoryProfile
+from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
+from graphopt.analysis.segments import find_segments
+from graphopt.analysis.step_memory import step_memory
+from graphopt.api import Analysis, analyze
+from graphopt.budget import Budget
+from graphopt.calls import BatchDim
+from graphopt.errors import GraphoptError, InputError
+from graphopt.integrations.gpus import gpu_bytes
+from graphopt.passes.technique import Found
+from graphopt.planner.memory_plan import adopted
+from graphopt.planner.parallel import MARGIN, SEGMENT_SLACK
+from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.report.units import in_bytes
+
+OVERHEAD = CONTEXT_BYTES + SEGMENT_SLACK
+"""Bytes beside what a step allocates: the CUDA context, and partly used segments of the allocator."""
+
+Optimizer = str | OptimizerFactory | torch.optim.Optimizer | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One thing that could be changed, everything else as it is.
+
+    Attributes:
+        what: in words.
+        peak_bytes: predicted, with what the context and the allocator take.
+        fits: whether that is within what may be used.
+    """
+
+    what: str
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a training step fits a GPU.
+
+    Attributes:
+        fits: whether `peak_bytes` is at most `usable_bytes`.
+        gpu: as it was asked for.
+        capacity_bytes, usable_bytes: of the GPU, and without the share that stays free.
+        batch_size: samples of the example.
+        peak_bytes: predicted, with what the context and the allocator take.
+        largest_batch: that fits; 0 if not even one sample does, None if the model fixes its batch or every batch fits.
+        changes: what would need less, the smallest change of the training first; empty if the step fits.
+        assumptions: what the figures rest on.
+    """
+
+    fits: bool
+    gpu: str
+    capacity_bytes: int
+    usable_bytes: int
+    batch_size: int
+    peak_bytes: int
+    largest_batch: int | None
+    changes: tuple[Change, ...]
+    assumptions: tuple[str, ...]
+
+    def __str__(self) -> str:
+        verdict = "It fits" if self.fits else "It does not fit"
+        largest = "" if self.largest_batch is None else f" The largest batch that fits is {self.largest_batch}."
+        lines = [
+            f"{verdict}: a step with a batch of {self.batch_size} needs {in_bytes(self.peak_bytes)} of the "
+            f"{in_bytes(self.usable_bytes)} of {self.gpu} that it may use.{largest}"
+        ]
+        if self.changes:
+            lines.append("What to change, the smallest change of the training first:")
+            width = max(len(change.what) for change in self.changes)
+            lines += [f"  {c.what:<{width}}  {in_bytes(c.peak_bytes):>10}  {'fits' if c.fits else ''}" for c in self.changes]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def fit(
+    model: nn.Module,
+    example_inputs: Any,
+    gpu: int | str,
+    *,
+    optimizer: Optimizer = "adamw",
+    backend: Literal["inductor", "aot_eager"] = "inductor",
+    lora: int | None = None,
+    batch_dim: BatchDim = 0,
+    margin: float = MARGIN,
+) -> Fit:
+    """Whether a training step fits a GPU, without allocating, compiling or changing anything.
+
+    Args:
+        model, example_inputs, optimizer, batch_dim: as for `analyze`.
+        gpu: a name such as "h100" or "a100-40g" (see `graphopt.integrations.gpus.GPUS`), bytes, or a text such as "16GiB".
+        backend: whose memory: "inductor" or "aot_eager".
+        lora: rank of low-rank adapters (PEFT) that are trained in the place of all weights.
+        margin: share of the GPU's memory that stays free.
+    Raises:
+        InputError, CaptureError, TorchVersionError: with cause and remedy.
+    """
+    capacity = gpu_bytes(gpu)
+    check_optimizer(optimizer)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
+    if backend not in ("inductor", "aot_eager"):
+        raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
+    if not 0 <= margin < 1:
+        raise InputError(f"margin={margin!r} must be in [0, 1): the share of the GPU's memory that stays free.")
+    if lora is not None:
+        model = with_adapters(model, lora)
+    usable = math.floor(capacity * (1 - margin))
+
+    def counted(of: nn.Module, inputs: Any = example_inputs) -> Analysis:
+        return analyze(of, inputs, batch_dim=batch_dim, backend=backend, optimizer=optimizer)
+
+    analysis = counted(model)
+    memory = analysis.memory
+    largest = _largest(memory, usable)
+    peak = memory.peak_bytes + OVERHEAD
+    found = []
+    for what, measure in (
+        () if peak <= usable else _changes(model, example_inputs, analysis, largest, optimizer, backend, counted)
+    ):
+        size = measure() + OVERHEAD
+        if size < peak:
+            found.append(Change(what, size, size <= usable))
+    assumptions = (
+        *memory.assumptions,
+        f"CUDA context {in_bytes(CONTEXT_BYTES)}, allocator slack {in_bytes(SEGMENT_SLACK)}, {margin:.0%} of the GPU stays free",
+    )
+    return Fit(peak <= usable, str(gpu), capacity, usable, memory.batch_size, peak, largest, tuple(found), assumptions)
+
+
+def _largest(memory: MemoryProfile, usable: int) -> int | None:
+    if not memory.symbolic:
+        return None
+    try:
+        return memory.max_batch(usable - OVERHEAD) if usable > OVERHEAD else 0
+    except InputError:  # it does not grow with the batch
+        return None
+
+
+def _changes(
+    model: nn.Module,
+    inputs: Any,
+    analysis: Analysis,
+    largest: int | None,
+    optimizer: Optimizer,
+    backend: str,
+    counted: Callable[..., Analysis],
+) -> Iterator[tuple[str, Callable[[], int]]]:
+    """What can be changed, and what finds the bytes of a step then."""
+    memory, parameters = analysis.memory, list(model.parameters())
+    if memory.symbolic and memory.batch_size > 1:
+        batch = max(largest or 1, 1)
+        yield f"a batch of {batch}, with gradient accumulation", lambda: memory.at(batch).peak_bytes
+    yield "activation checkpointing (Budget(memory=...))", lambda: _recomputed(analysis, backend, optimizer)
+    if isinstance(optimizer, str) and optimizer.startswith("adam") and "8bit" not in optimizer:
+        eight = f"{optimizer.partition('-')[0]}8bit"
+        yield f"{eight} in the place of {optimizer}", lambda: step_memory(analysis.graph, backend, eight).peak_bytes
+    wide = any(p.dtype == torch.float32 for p in parameters)
+    if wide:
+        yield "weights in bfloat16", lambda: counted(*_in_bfloat16(model, inputs)).memory.peak_bytes
+    if all(p.requires_grad for p in parameters) and _peft() is not None:
+        yield "LoRA of rank 16", lambda: counted(with_adapters(model, 16)).memory.peak_bytes
+        if wide:
+
+            def both() -> int:
+                half, cast = _in_bfloat16(model, inputs)
+                return counted(with_adapters(half, 16), cast).memory.peak_bytes
+
+            yield "LoRA of rank 16 and weights in bfloat16", both
+
+
+def _recomputed(analysis: Analysis, backend: str, optimizer: Optimizer) -> int:
+    """Bytes of a step in which every segment of the forward is computed again."""
+    graph = analysis.graph
+    plan = Plan(Budget(), resolve_passes(["recompute"], Budget(memory=1)))
+    plan = adopted(plan, Found((), tuple(segment.name for segment in find_segments(graph) if segment.saved_bytes)))
+    return step_memory(plan.rewrite(graph)[0], backend, optimizer).peak_bytes
+
+
+def _in_bfloat16(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:
+    """A copy of a model without memory, and its inputs, with bfloat16 in the place of float32."""
+
+    def cast(value: Any) -> Any:
+        return value.bfloat16() if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+
+    return _copied(model).bfloat16(), compat.pytree.tree_map(cast, inputs)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy without memory, on the meta device, that shares nothing with the model."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(model, memo)
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """A copy of a model, without memory, in which LoRA adapters of all linear layers are trained, and nothing else.
+
+    Raises:
+        InputError: PEFT is not installed, or cannot adapt the model.
+    """
+    peft = _peft()
+    if peft is None:
+        raise InputError("adapters need PEFT: pip install 'graphopt[transformers]'")
+    if rank < 1:
+        raise InputError(f"lora={rank} must be a rank of at least 1.")
+    copied = _copied(model)
+    targets = "all-linear" if hasattr(model, "get_output_embeddings") else _linear_layers(model)
+    try:
+        config = peft.LoraConfig(r=rank, target_modules=targets)
+        return peft.get_peft_model(copied, config, low_cpu_mem_usage=True)
+    except GraphoptError:
+        raise
+    except Exception as error:  # whatever a library says of a model that it does not know
+        raise InputError(f"PEFT cannot add adapters to {type(model).__name__}: {error}") from error
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        return None
+    return peft
+
+
+__all__ = ["Change", "Fit", "fit", "with_adapters"]

@@ -1,0 +1,89 @@
+"""Will it fit? The verdict is that of the memory's prediction, and every change is what a step of the changed model needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import graphopt
+from graphopt.integrations.fit import OVERHEAD, fit
+from graphopt.integrations.gpus import GPUS, gpu_bytes
+from tests.integrations.trainer_runs import llama
+
+
+def tokens(batch: int = 4) -> dict[str, Any]:
+    ids = torch.randint(3, 50, (batch, 8))
+    return {"input_ids": ids, "labels": ids}
+
+
+def peak(model: nn.Module, optimizer: str = "adamw", inputs: Any = None) -> int:
+    return graphopt.analyze(model, inputs or tokens(), backend="aot_eager", optimizer=optimizer).memory.peak_bytes + OVERHEAD
+
+
+def test_it_fits_up_to_the_largest_batch_and_not_beyond() -> None:
+    model = llama()
+    memory = graphopt.analyze(model, tokens(), backend="aot_eager").memory
+    capacity = memory.at(6).peak_bytes + OVERHEAD
+    found = fit(model, tokens(), capacity, backend="aot_eager", margin=0.0)
+    assert found.fits
+    assert found.largest_batch == 6
+    assert found.peak_bytes == memory.peak_bytes + OVERHEAD
+    assert found.changes == ()
+    assert str(found).startswith("It fits: a step with a batch of 4 needs ")
+    assert not fit(model, tokens(), found.peak_bytes - 1, backend="aot_eager", margin=0.0).fits
+    assert fit(model, tokens(), found.peak_bytes, backend="aot_eager", margin=0.0).fits
+    assert not fit(model, tokens(), found.peak_bytes, backend="aot_eager").fits  # 5 % stay free
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.fits = False  # type: ignore[misc]
+
+
+def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
+    model = llama()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    small = graphopt.analyze(model, tokens(), backend="aot_eager").memory.at(1).peak_bytes + OVERHEAD
+    found = fit(model, tokens(), small, backend="aot_eager", margin=0.0)
+    assert not found.fits
+    assert found.largest_batch == 1
+    changes = {change.what: change.peak_bytes for change in found.changes}
+    assert changes["a batch of 1, with gradient accumulation"] == small
+    assert "a batch of 1, with gradient accumulation" in str(found)
+    assert changes["adamw8bit in the place of adamw"] == peak(model, "adamw8bit")
+    assert changes["weights in bfloat16"] == peak(llama().bfloat16())
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=16, target_modules="all-linear"))
+    assert "LoRA of rank 16" not in changes  # as large as these weights
+    assert fit(model, tokens(), small, backend="aot_eager", lora=16).peak_bytes == peak(adapted)
+    assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
+    assert all(change.fits == (change.peak_bytes <= small) for change in found.changes)
+
+
+def test_tied_weights_stay_one_and_a_plain_module_is_adapted() -> None:
+    torch.manual_seed(0)
+    tied = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    tied[2].weight = tied[0].weight
+    example = (torch.randn(4, 64),)
+    found = fit(tied, example, OVERHEAD + 1, backend="aot_eager", margin=0.0)
+    changes = {change.what: change.peak_bytes for change in found.changes}
+    assert found.largest_batch == 0
+    half = peak(tied.bfloat16(), inputs=(example[0].bfloat16(),))
+    assert changes["weights in bfloat16"] == half
+
+
+def test_gpus_have_names_and_what_is_none_is_refused() -> None:
+    assert gpu_bytes("H100") == GPUS["h100"] * 2**20
+    assert gpu_bytes("16GiB") == 16 * 2**30
+    model = nn.Linear(3, 2)
+    for arguments, options in (
+        ((model, (torch.ones(2, 3),), "gtx"), {}),
+        ((model, (torch.ones(2, 3),), "h100"), {"optimizer": "nonsense"}),
+        ((model, (torch.ones(2, 3),), "h100"), {"margin": 1.0}),
+        ((model, (torch.ones(2, 3),), "h100"), {"lora": 0}),
+        ((model, (torch.ones(2, 3),), "h100"), {"backend": "eager"}),
+        (("bert", (torch.ones(2, 3),), "h100"), {}),
+    ):
+        with pytest.raises(graphopt.InputError):
+            fit(*arguments, **options)  # type: ignore[arg-type]
