@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import OutputAlias, expression, graph_module, output_list, pytree
+from graphopt.compat import OutputAlias, OutputDesc, expression, graph_module, output_list, pytree
 from graphopt.errors import LossNotFirst, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
@@ -93,23 +93,32 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.Gr
 
 
 def tangent_results(graph: TrainingGraph) -> dict[str, int]:
-    """By tangent placeholder, the position among the model's results (outputs, then bases) that it is the gradient of."""
-    results = [(desc.kind, desc.target) for desc in graph.outputs if desc.kind in ("output", "base")]
-    position = {result: i for i, result in enumerate(results)}
+    """By tangent placeholder, the position among the model's results (outputs, then bases) that it is the gradient of.
+
+    The number of results stands for what is none of them: an input that was changed, or a part of a result that torch alone
+    describes.
+    """
+    position = {(desc.kind, desc.target): i for i, desc in enumerate(_results(graph))}
+    tangents = [(desc.target, n.name) for desc, n in zip(graph.inputs, graph.placeholders, strict=True) if desc.kind == "tangent"]
     return {
-        node.name: position[desc.target.kind, desc.target.target]
-        for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
-        if desc.kind == "tangent"
+        name: position.get((of.kind, of.target) if isinstance(of, OutputDesc) else ("", of), len(position)) for of, name in tangents
     }
 
 
+def _results(graph: TrainingGraph) -> list[OutputDesc]:
+    return [desc for desc in graph.outputs if desc.kind in ("output", "base")]
+
+
 def expected_results(graph: TrainingGraph) -> frozenset[int]:
-    """Results that training most likely differentiates: the first, if it is a scalar (the loss); else all."""
-    tangents = tangent_results(graph)
+    """Results that training most likely differentiates: the first, if it is a scalar (the loss); else all.
+
+    What is no result of its own is always among them: nothing tells that it is not differentiated.
+    """
+    tangents, other = tangent_results(graph), len(_results(graph))
     first = min(tangents.values(), default=None)
     values = {node.name: node.meta["val"] for node in graph.placeholders}
     is_loss = any(values[name].dim() == 0 for name, i in tangents.items() if i == first)
-    return frozenset({first} if is_loss and first is not None else tangents.values())
+    return frozenset({first, other} if is_loss and first is not None else tangents.values())
 
 
 def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:

@@ -377,3 +377,61 @@ def test_a_copy_of_a_model_of_several_parts_is_its_own() -> None:
         assert ours is not theirs
         torch.testing.assert_close(ours.grad, theirs.grad)
     assert {n for n, p in other.named_parameters() if p.grad is not None} == opt.selected
+
+
+class Changes(nn.Module):
+    """Its second graph changes an input in place, which the third reads: torch's tangent is of that input, and of no output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) * 3
+        print(end="")
+        hidden.mul_(2)
+        below = torch.tanh(self.second(hidden))
+        print(end="")
+        return (self.third(below) * hidden.sum()).square().sum()
+
+
+def test_an_input_that_a_part_changes_in_place_passes_its_gradient_on() -> None:
+    torch.manual_seed(0)
+    model, x = Changes().double(), torch.randn(5, 4, dtype=torch.float64)
+    opt = graphopt.optimize(model, (x,), budget=0.9, backend="aot_eager")
+    opt(x).backward()
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == set(opt.report.selected) < dict(model.named_parameters()).keys()
+    model.zero_grad()
+    model(x).backward()
+    for name, parameter in model.named_parameters():
+        if name in ours:
+            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+class Spectrum(nn.Module):
+    """Returns complex numbers beside its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.second(torch.tanh(self.first(x)))
+        values = torch.linalg.eigvals(found.T @ found + torch.arange(4.0) * torch.eye(4))
+        return values.real.square().sum(), values
+
+
+def test_the_gradient_of_complex_numbers_beside_the_loss() -> None:
+    """Of two real tensors, as torch has it, and of no output by its number."""
+    torch.manual_seed(0)
+    model, x = Spectrum(), torch.randn(5, 4)
+    opt = graphopt.optimize(model, (x,), budget=0.95, backend="aot_eager")
+    opt(x)[0].backward()
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert ours.keys() == set(opt.report.selected) < dict(model.named_parameters()).keys()
+    model.zero_grad()
+    model(x)[0].backward()
+    for name, parameter in model.named_parameters():
+        if name in ours:
+            torch.testing.assert_close(ours[name], parameter.grad)
