@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from graphopt.passes.linear_cross_entropy.heads import BY_TOKEN, Head
 from graphopt.passes.linear_cross_entropy.matrices import NLL, NLL_BACKWARD, NotSeparable
-from torch import fx
+from torch import Tensor, fx
 
+from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.liveness import is_view
 from graphopt.analysis.row_axes import Rules
-from graphopt.analysis.row_rules import VIEWS, WITH_SIZES, arguments, first_value
+from graphopt.analysis.row_rules import VIEWS, WITH_SIZES, Axis, arguments, first_value
 from graphopt.compat import expression
 from graphopt.graph import TrainingGraph
 from graphopt.ops.by_tokens import BLOCK_BYTES, Program, Result, log_softmax_, softmax_gradient_
@@ -88,10 +90,7 @@ class _Writer:
         return Written(program, self.program, row_bytes)
 
     def _skips(self, labels: fx.Node) -> bool:
-        """Whether tokens whose label is ignored may be left out: nothing reads what else is computed of them.
-
-        Where nothing reads it, its gradient is zero.
-        """
+        """Whether tokens whose label is ignored may be left out: nothing reads what they give, and gradients are zero."""
         _, _, _, _, ignored = arguments(self.head.loss)
         for node in self.head.losses:
             if node.target is NLL:
@@ -99,15 +98,39 @@ class _Writer:
                     return False
             elif not self._is_masked(node, labels, ignored):
                 return False
-        return True
+        cone, zeros = gradient_cone(self.graph), self._zeros(labels, ignored)
+        ends = (*self.head.gradients, *self.head.sums)
+        return all(node in zeros for end in ends for node in end.all_input_nodes if node in cone)
+
+    def _zeros(self, labels: fx.Node, ignored: int) -> Mapping[fx.Node, Axis]:
+        """Gradients whose rows are zero where the label is ignored, and where their tokens are.
+
+        Logits that more than the loss reads, such as an auxiliary loss or a teacher's, have gradients for every token.
+        """
+        zeros: dict[fx.Node, Axis] = {}
+        for node in self.graph.graph.nodes:
+            if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+                continue
+            axis = self.head.inside.get(node, BY_TOKEN)
+            if node.target is NLL_BACKWARD:
+                zero = arguments(node)[2] is labels and arguments(node)[5] == ignored
+            elif node.target is aten.masked_fill.Scalar and arguments(node)[2] == 0 and _masks(node, labels, ignored):
+                zero = axis == BY_TOKEN
+            elif any(n in zeros for n in node.all_input_nodes):
+                reads = self.rules.read(node, axis) or {}
+                zero = self.rules.keeps_zeros(node, {n: zeros[n] for n in reads if n in zeros and reads[n] == zeros[n]})
+            else:
+                zero = False
+            if zero:
+                zeros[node] = axis
+        return zeros
 
     def _is_masked(self, node: fx.Node, labels: fx.Node, ignored: int) -> bool:
         """Whether all that reads a number for each token puts another in its place where the label is ignored."""
 
         def masks(user: fx.Node) -> bool:
             if user.target is aten.masked_fill.Scalar:
-                mask = arguments(user)[1]
-                return mask.target is aten.eq.Scalar and arguments(mask)[0] is labels and arguments(mask)[1] == ignored
+                return _masks(user, labels, ignored)
             return user.target in _ONE_BY_ONE and self._is_masked(user, labels, ignored)
 
         return bool(node.users) and all(map(masks, node.users))
@@ -152,7 +175,7 @@ class _Writer:
             return None
         logits, dim, _ = arguments(node)
         fresh = not is_view(logits) if logits in self.head.inside else self.skips  # rows are copied where some are left out
-        if not fresh or self._readers(logits) != {node} or dim % 2 != 1 or node.meta["val"].dim() != 2:
+        if not fresh or self._readers(logits) | self._losses_of(logits) != {node} or dim % 2 != 1 or node.meta["val"].dim() != 2:
             return None
         return self._call(log_softmax_, (self._of(logits),), {}, node)
 
@@ -168,7 +191,7 @@ class _Writer:
         ):
             return None
         gradient, probabilities, labels, weight, _, ignored, _ = arguments(nll)
-        readers = self._readers(softmax) - {nll, node}
+        readers = self._readers(softmax) - {nll, node} | set(filter(is_view, self._losses_of(softmax)))
         if _original(probabilities) is not softmax or readers or len(_users_behind_views(nll)) != 1:
             return None
         args = (self._of(softmax), self._of(gradient), self._of(labels), weight and self._of(weight), ignored)
@@ -177,6 +200,10 @@ class _Writer:
     def _readers(self, node: fx.Node) -> set[fx.Node]:
         later = {*self.head.inside, *self.head.gradients, *self.head.sums}
         return {user for user in _users_behind_views(node) if user in later}
+
+    def _losses_of(self, node: fx.Node) -> set[fx.Node]:
+        """Numbers for each token that read a tensor; they are computed before gradients."""
+        return {user for user in _users_behind_views(node) if user in self.head.losses}
 
     def _again(self, node: fx.Node, by_token: bool) -> fx.Node:
         target = node.target
@@ -249,6 +276,12 @@ def _bytes_of_chunk(node: fx.Node, tokens: int) -> int:
             count *= tokens if expression(size) in node.meta["tokens"] else int(size)
         total += count
     return total
+
+
+def _masks(node: fx.Node, labels: fx.Node, ignored: int) -> bool:
+    """Whether a `masked_fill` hides what has an ignored label."""
+    mask = arguments(node)[1]
+    return mask.target is aten.eq.Scalar and arguments(mask)[0] is labels and arguments(mask)[1] == ignored
 
 
 def _users_behind_views(node: fx.Node) -> list[fx.Node]:

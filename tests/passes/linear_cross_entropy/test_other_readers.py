@@ -1,0 +1,66 @@
+"""Logits that more than the loss reads: auxiliary losses, penalties, teachers. Some of their tokens have no label."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphopt.passes import LinearCrossEntropy, run_pass
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import graphopt
+from graphopt.capture import capture
+from graphopt.ops.by_tokens import Program
+from tests.passes.linear_cross_entropy.test_technique import LanguageModel, batch
+
+READ: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mean": lambda logits, labels, teacher: logits.mean(),
+    "square": lambda logits, labels, teacher: logits.square().mean(),
+    "z-loss": lambda logits, labels, teacher: logits.logsumexp(-1).square().mean(),
+    "sums of tokens": lambda logits, labels, teacher: logits.sum(-1).mean(),
+    "one word": lambda logits, labels, teacher: logits[:, 0].mean(),
+    "one word's probability": lambda logits, labels, teacher: F.log_softmax(logits, -1)[:, 0].mean(),
+    "all probabilities": lambda logits, labels, teacher: F.log_softmax(logits, -1).mean(),
+    "teacher": lambda logits, labels, teacher: F.kl_div(F.log_softmax(logits, -1), teacher.softmax(-1), reduction="batchmean"),
+    "hidden by its own labels": lambda logits, labels, teacher: logits.square().sum(-1).masked_fill(labels == -100, 0).mean(),
+    "hidden by other labels": lambda logits, labels, teacher: logits.square().sum(-1).masked_fill(labels == 5, 0).mean(),
+    "other labels": lambda logits, labels, teacher: F.cross_entropy(logits, labels.roll(1)),
+}
+
+
+class Auxiliary(LanguageModel):
+    def __init__(self, read: str) -> None:
+        super().__init__()
+        self.read, self.teacher = READ[read], nn.Linear(8, 40)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden, labels = torch.tanh(self.layer(self.embed(ids))).flatten(0, 1), labels.flatten()
+        logits = self.head(hidden)
+        return F.cross_entropy(logits, labels) + self.read(logits, labels, self.teacher(hidden).detach())
+
+
+@pytest.mark.parametrize("ignored", [0, 4])
+@pytest.mark.parametrize("read", READ)
+def test_another_loss_of_the_same_logits(read: str, ignored: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = Auxiliary(read).double(), batch(ignored=ignored)
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    losses = [run(*inputs) for run in (opt, eager)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert opt.last_step is not None
+    assert opt.last_step.reports[0].changes.changed == ("head.weight",)
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("form", ["mean", "sum", "smoothed", "weighted smoothed sum", "soft capped", "shifted", "returned"])
+def test_ignored_tokens_are_left_out_where_only_the_loss_reads_logits(form: str) -> None:
+    rewritten, _ = run_pass(LinearCrossEntropy(4), capture(LanguageModel(form), batch(), symbolic=False), ["head.weight"])
+    (node,) = rewritten.graph.find_nodes(op="call_function", target=torch.ops.graphopt.by_tokens.default)
+    assert Program.of(node.args[0]).ignored == -100
