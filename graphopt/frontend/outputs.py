@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graphopt.compat import pytree
 from graphopt.errors import GraphoptError, OutputError
+from graphopt.transforms.symbolic_zeros import named_otherwise
 
 Rerun = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor | None]]
 """From positions among the outputs' leaves, and their gradients, to the gradients of the anchors; see `reattached`."""
@@ -81,6 +82,8 @@ def loss_alone(output: Any) -> tuple[Any, tuple[int, ...] | None]:
     """
     leaves, spec = pytree.tree_flatten(output)
     if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].dim() > 0 or not leaves[0].requires_grad:
+        return output, None
+    if named_otherwise(output, leaves[0]):
         return output, None
     positions = tuple(i for i, leaf in enumerate(leaves) if i > 0 and isinstance(leaf, Tensor))
     for i in positions:

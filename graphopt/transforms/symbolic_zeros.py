@@ -101,7 +101,8 @@ def tangent_results(graph: TrainingGraph) -> dict[str, int]:
     position = {(desc.kind, desc.target): i for i, desc in enumerate(_results(graph))}
     tangents = [(desc.target, n.name) for desc, n in zip(graph.inputs, graph.placeholders, strict=True) if desc.kind == "tangent"]
     return {
-        name: position.get((of.kind, of.target) if isinstance(of, OutputDesc) else ("", of), len(position)) for of, name in tangents
+        name: position.get((of.kind, of.target) if isinstance(of, OutputDesc) else ("", of), len(position))
+        for of, name in tangents
     }
 
 
@@ -144,8 +145,12 @@ def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
     """The joint graph of a step that returns the loss alone.
 
     Raises:
-        LossNotFirst: the first output is no scalar.
+        LossNotFirst: the first output is no scalar, or another is named "loss".
     """
+    if graph.out_spec is not None:
+        places = list(range(graph.out_spec.num_leaves))
+        if named_otherwise(pytree.tree_unflatten(places, graph.out_spec), 0):
+            raise LossNotFirst(NO_LOSS)
     alone = for_loss_alone(graph)
     descs = list(zip(alone.outputs, alone.results, strict=True))
     loss = next((node for desc, node in descs if desc.kind == "output" and desc.target == 0), None)
@@ -162,9 +167,14 @@ def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
     return alone
 
 
+def named_otherwise(output: Any, first: Any) -> bool:
+    """Whether an output has a name for its loss, by which training loops read it, and that is not the first."""
+    return isinstance(output, dict) and output.get("loss", first) is not first
+
+
 NO_LOSS = (
-    "outputs='loss': the first output of the model is no scalar that could be the loss. Pass labels, if the model computes its "
-    "loss from them, or leave outputs out."
+    "outputs='loss': the first output of the model is no scalar that could be the loss, or another is named 'loss'. Pass "
+    "labels, if the model computes its loss from them, have it return the loss first, or leave outputs out."
 )
 
 

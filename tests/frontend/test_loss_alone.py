@@ -28,6 +28,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "named tuple": Pair,
     "ModelOutput": lambda loss, logits: transformers.modeling_outputs.CausalLMOutput(loss=loss, logits=logits),
 }
+SECOND: dict[str, Callable[[Tensor, Tensor], Any]] = {"dict second": lambda loss, logits: {"largest": logits.max(), "loss": loss}}
 READ: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda output: output[1],
     "dict": lambda output: output["more"][0],
@@ -44,7 +45,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         logits = self.head(torch.tanh(self.layer(self.embed(ids))))
-        return FORMS[self.form](F.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits)
+        return {**FORMS, **SECOND}[self.form](F.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits)
 
 
 IDS = (torch.arange(24).reshape(3, 8),)
@@ -146,6 +147,8 @@ def test_what_cannot_be_is_refused() -> None:
         graphopt.optimize(Model(), IDS, outputs="logits")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="leave one out"):
         graphopt.optimize(Model(), IDS, outputs="loss", loss=lambda output: output[0])
+    with pytest.raises(LossNotFirst, match="another is named 'loss'"):
+        graphopt.optimize(Model("dict second"), IDS, outputs="loss")
     with pytest.raises(LossNotFirst, match="the first output of the model is no scalar"):
         graphopt.optimize(nn.Linear(8, 8), (torch.randn(2, 8),), outputs="loss")
 
@@ -178,6 +181,28 @@ def test_the_trainer_keeps_the_loss_alone_where_it_reads_no_other_output(tmp_pat
         assert callback.opt.captures.loss_alone == alone
         assert callback.opt.model_runs == 0
         assert trainer.predict(runs.points()).predictions.shape == (14, 3)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_trainer_trains_by_what_is_named_loss(tmp_path: Path, broken: bool) -> None:
+    """It reads `output["loss"]`, wherever that is; the first scalar is another here."""
+
+    class Named(runs.Classifier):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            if broken:
+                torch._dynamo.graph_break()
+            found = super().forward(x, labels)
+            return {"penalty": self.head.weight.square().mean(), **found}
+
+    trained = []
+    for callbacks in ([runs.callback()], []):
+        torch.manual_seed(0)
+        model = Named(dropout=0.0)
+        trainer = runs.trainer(model, runs.points(), tmp_path, callbacks)
+        trainer.train()
+        trained.append(model)
+    for ours, theirs in zip(trained[0].parameters(), trained[1].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_the_trainer_does_as_before_where_the_loss_is_computed_elsewhere(tmp_path: Path) -> None:
