@@ -14,6 +14,7 @@ from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import Axis, Read, arguments, first_value
 from graphopt.graph import TrainingGraph, ancestors, descendants
+from graphopt.runtime.draws import draws
 
 aten = torch.ops.aten
 
@@ -247,6 +248,9 @@ def _checked(graph: TrainingGraph, found: _Search, loss: fx.Node, tokens: int, s
     if any(value.dtype == torch.float16 for n in inside if (value := first_value(n)) is not None):
         raise NotSeparable("float16 is too coarse for gradients without the scale of the loss")
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
+    first = min(order[node] for node in found.losses)  # what is read later is computed there once more
+    if any(draws(n) and (n in inside or order[n] > first) for n in {*inside, *found.gradients, *found.sums, *ancestors(reads)}):
+        raise NotSeparable("random numbers are drawn in it")
     rows = sorted((n for n, axis in reads.items() if axis is not None), key=order.__getitem__)
     used = sorted((_bytes(graph, n) for n in inside if n.target not in _FREE), reverse=True)
     flops = sum(graph.at(node_flops(n), graph.batch_size) for n in (*inside, *found.gradients, *found.sums))

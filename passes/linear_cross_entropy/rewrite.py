@@ -73,6 +73,9 @@ class _Chunking:
         """A node as it is before the losses, repeated there if it comes later; for a gradient of the loss of one."""
         if node not in self.cone and self.place.get(node, -1) < self.place[self.anchor]:
             return node
+        if node.op == "get_attr":  # a constant
+            self.anchor.prepend(node)
+            return node
         if node not in self.early:
             if node is self.head.tangent:
                 value = node.meta["val"]

@@ -64,3 +64,57 @@ def test_ignored_tokens_are_left_out_where_only_the_loss_reads_logits(form: str)
     rewritten, _ = run_pass(LinearCrossEntropy(4), capture(LanguageModel(form), batch(), symbolic=False), ["head.weight"])
     (node,) = rewritten.graph.find_nodes(op="call_function", target=torch.ops.graphopt.by_tokens.default)
     assert Program.of(node.args[0]).ignored == -100
+
+
+DRAWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weights of tokens": lambda logits, labels: (
+        F.cross_entropy(logits, labels, reduction="none") * torch.rand(len(labels), dtype=logits.dtype)
+    ).mean(),
+    "a weight of the loss": lambda logits, labels: F.cross_entropy(logits, labels) * torch.rand((), dtype=logits.dtype),
+    "dropout of logits": lambda logits, labels: F.cross_entropy(F.dropout(logits, 0.3), labels),
+}
+
+
+class Computing(LanguageModel):
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embed(ids))).flatten(0, 1)
+        return self.compute(self.head(hidden), labels.flatten())
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_draws_random_numbers_is_left_whole(name: str) -> None:
+    """Drawn once more, or chunk after chunk, they would be others than those of the loss, or of eager mode."""
+    torch.manual_seed(0)
+    model, inputs = Computing(DRAWN[name]).double(), batch()
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    losses = []
+    for run in (opt, eager):
+        torch.manual_seed(1)
+        losses.append(run(*inputs))
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    assert opt.last_step is not None
+    assert opt.last_step.reports[0].changes.left_alone == {"head.weight": "random numbers are drawn in it"}
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def test_weights_of_samples_that_are_constants_of_forward() -> None:
+    def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(logits, labels, reduction="none").view(3, -1)
+        return (loss * torch.tensor([0.1, 0.5, 0.9], dtype=logits.dtype)[:, None]).mean()
+
+    model, inputs = Computing(weighted), batch()
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    for run in (opt, eager):
+        run(*inputs).backward()
+    assert opt.last_step is not None
+    assert opt.last_step.reports[0].changes.changed == ("head.weight",)
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
