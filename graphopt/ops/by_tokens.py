@@ -92,9 +92,11 @@ def by_tokens(program: str, rows: list[Tensor], whole: list[Tensor], chunk: int,
         Its results for all tokens; sums in single precision at least.
     """
     code = Program.of(program)
-    results, run = _empty(code, rows[0], zeros=True), _compiled(code.source)
-    active = None if code.ignored is None else (rows[code.labels] != code.ignored).nonzero().flatten()
-    count = rows[0].shape[0] if active is None else active.shape[0]
+    run, count, active = _compiled(code.source), rows[0].shape[0], None
+    if code.ignored is not None:
+        active = (rows[code.labels] != code.ignored).nonzero().flatten()
+        count, active = active.shape[0], None if active.shape[0] == count else active  # slices of all rows need no copies
+    results = _empty(code, rows[0], rows_too=active is not None)
     for start in range(0, count, chunk):
         size = min(chunk, count - start)
         index: Any = slice(start, start + size) if active is None else active[start : start + size]
@@ -128,13 +130,16 @@ def _add(kinds: Sequence[Result], results: Sequence[Tensor], found: Sequence[Ten
             total.add_(part @ next(parts))
 
 
-def _empty(code: Program, like: Tensor, zeros: bool) -> list[Tensor]:
-    make = like.new_zeros if zeros else like.new_empty
+def _empty(code: Program, like: Tensor, rows_too: bool) -> list[Tensor]:
+    """Sums, and where rows are left out results with rows, begin with zeros."""
     found = []
     for result in code.results:
         dtype = getattr(torch, result.dtype)
-        shape = (like.shape[0], *result.shape) if result.kind == "rows" else result.shape
-        found.append(make(shape, dtype=dtype if result.kind == "rows" else torch.promote_types(dtype, torch.float32)))
+        if result.kind == "rows":
+            make = like.new_zeros if rows_too else like.new_empty
+            found.append(make((like.shape[0], *result.shape), dtype=dtype))
+        else:
+            found.append(like.new_zeros(result.shape, dtype=torch.promote_types(dtype, torch.float32)))
     return found
 
 
@@ -167,4 +172,4 @@ library.impl("by_tokens", by_tokens, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("graphopt::by_tokens", lib=library)
 def _(program: str, rows: list[Tensor], whole: list[Tensor], chunk: int, flops: int, workspace: int) -> list[Tensor]:
-    return _empty(Program.of(program), rows[0], zeros=False)
+    return _empty(Program.of(program), rows[0], rows_too=False)
