@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -164,12 +165,14 @@ def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(TensorVariable, "method_requires_grad_", passed_over)
 
 
+_NOT_THE_USERS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+"""Folders of torch and of this package, wherever they are installed: not every path with such a name is theirs."""
+
+
 def _explain_graph_break(error: Exception) -> str:
     """One readable message out of Dynamo's: the reason, the user's source line, and what to do."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    frames = [
-        f for f in getattr(error, "real_stack", None) or () if "/torch/" not in f.filename and "graphopt/" not in f.filename
-    ]
+    frames = [f for f in getattr(error, "real_stack", None) or () if not f.filename.startswith(_NOT_THE_USERS)]
     remedy = (
         "move that line out of forward(), replace it by tensor operations (torch.where, torch.cond), or pass its result in as an "
         "input"

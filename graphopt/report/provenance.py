@@ -27,7 +27,7 @@ class SourceLine:
     code: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number} in {self.function}, code: {self.code}"
+        return f"{self.short_file}:{self.number} in {self.function}, code: {self.code}"
 
     @property
     def short_file(self) -> str:

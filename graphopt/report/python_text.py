@@ -50,7 +50,7 @@ def readable(graph: TrainingGraph, sources: bool = False, decisions: Mapping[str
         line = source_line(node) if sources else None
         if line is not None and line != source:
             source = line
-            lines.append(f"    # File: {line}"[:WIDTH])
+            lines.append(f"    # File: {line}")
         lines.extend(broken(f"    {_line(graph, node, names)}"))
     lines.append("    return (")
     for returned, result in zip(graph.outputs, graph.results, strict=True):
