@@ -119,7 +119,7 @@ def expected_results(graph: TrainingGraph) -> frozenset[int]:
     first = min(tangents.values(), default=None)
     values = {node.name: node.meta["val"] for node in graph.placeholders}
     is_loss = any(values[name].dim() == 0 for name, i in tangents.items() if i == first)
-    return frozenset({first, other} if is_loss and first is not None else tangents.values())
+    return frozenset(i for i in tangents.values() if not is_loss or i in (first, other))
 
 
 def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:
