@@ -191,7 +191,7 @@ def _described(error: Exception | None) -> tuple[type[Exception], str] | None:
     try:
         pickle.loads(pickle.dumps(kind))
         kind("")
-    except Exception:
+    except Exception:  # a class that other ranks cannot load, or that takes more than a message
         kind = RankError
     return kind, str(error)
 
