@@ -55,7 +55,7 @@ def compile_plainly(module: fx.GraphModule, examples: Sequence[Any], compiler: s
 
     with _tracing(module):
         if compiler == "inductor":
-            return compile_fx(module, list(examples))  # type: ignore[return-value]
+            return _undecorated(compile_fx(module, list(examples)))
         return _without_inductor(module, examples, compiler, None)
 
 
@@ -75,8 +75,16 @@ def compile_joint(
         if compiler != "inductor":
             return _without_inductor(module, examples, compiler, hooks)
         if hooks.rewrite is None:
-            return compile_fx(module, list(examples))  # type: ignore[return-value]
-        return compile_fx(module, list(examples), decompositions={})  # type: ignore[return-value]
+            return _undecorated(compile_fx(module, list(examples)))
+        return _undecorated(compile_fx(module, list(examples), decompositions={}))
+
+
+def _undecorated(compiled: Any) -> Callable[..., Any]:
+    """Without the wrapper that keeps Dynamo from tracing it: Dynamo puts one around everything that a backend returns."""
+    from torch._dynamo.eval_frame import innermost_fn
+
+    run: Callable[..., Any] = innermost_fn(compiled)
+    return run
 
 
 @contextlib.contextmanager
@@ -160,7 +168,7 @@ def _without_inductor(
             return _boxed(graph, inputs)
 
     backend = aot_autograd(fw_compiler=half, bw_compiler=backward_half, partition_fn=split, keep_inference_input_mutations=True)
-    return backend(module, list(examples))
+    return _undecorated(backend(module, list(examples)))
 
 
 def _rewritten(joint: fx.GraphModule, num_forward: int, hooks: Hooks) -> fx.GraphModule:

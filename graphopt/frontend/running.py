@@ -98,7 +98,7 @@ class Running:
         self._loss_alone = loss_alone
         self._detaches = not loss_alone
         self._calls = 0
-        self._keyed: tuple[Plan | None, Hashable] = (None, None)
+        self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
         self._settings = Settings(model)
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
@@ -179,11 +179,10 @@ class Running:
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """The output, and which leaves of it are detached though they could be differentiated, or not kept."""
-        key = (self._key_of(plan), differentiated)
-        run = self._compiled.get(key)
-        if run is None:
-            with TRACING:
-                run = self._compiled.put(key, self._under(plan, differentiated))
+        last, differentiated_last, run = self._run_last
+        if plan is not last or differentiated is not differentiated_last:
+            run = self._compiled_for(plan, differentiated)
+            self._run_last = (plan, differentiated, run)
         self._ran, self._call = [], (args, kwargs)
         try:
             if self.settled and not compat.is_observed():
@@ -211,6 +210,15 @@ class Running:
         finally:
             self._call = ((), {})
 
+    def _compiled_for(self, plan: Plan, differentiated: frozenset[int] | None) -> Callable[..., Any]:
+        """What runs the model under a plan."""
+        key = (plan.key, differentiated)
+        run = self._compiled.get(key)
+        if run is None:
+            with TRACING:
+                run = self._compiled.put(key, self._under(plan, differentiated))
+        return run
+
     def _for_batch(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """`Plan.for_batch`, the same object as long as it is the same."""
         self._call = (args, kwargs)
@@ -218,12 +226,6 @@ class Running:
         if self._sized[0] is not plan or self._sized[1] != size:
             self._sized = (plan, size, plan.for_batch(size))
         return self._sized[2]
-
-    def _key_of(self, plan: Plan) -> Hashable:
-        """`plan.key`, made once for the installed plan."""
-        if plan is not self._keyed[0]:
-            self._keyed = (plan, plan.key)
-        return self._keyed[1]
 
     @contextlib.contextmanager
     def _as_before(self, draws: Tensor | None, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
@@ -295,7 +297,7 @@ class Running:
 
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
-        key = (self._key_of(plan), tuple(map(id, self._ran)))
+        key = (plan.key, tuple(map(id, self._ran)))
         if key in self._checked:
             return
         self._checked.add(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -142,7 +143,7 @@ class Plan:
             return replace(self, train=frozenset(kept)).rewrite(graph)
         return self.rewrite(graph)
 
-    @property
+    @cached_property
     def samples(self) -> bool:
         """Whether a step of this plan would leave out rows of the backward."""
         return any(technique(p).leaves_out(self) for p in self.passes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +27,14 @@ class StepClock:
         seconds: of the last steps.
     """
 
-    seconds: list[float] = field(default_factory=list)
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     _last: tuple[Any, float] | None = None
 
     def tick(self, step: Any) -> None:
         """A forward of `step` begins; where another ran before, or was compiled meanwhile, nothing is measured."""
         now = time.perf_counter()
         if self._last is not None and self._last[0] is step:
-            self.seconds = [*self.seconds[-31:], now - self._last[1]]
+            self.seconds.append(now - self._last[1])
         self._last = (step, now)
 
 
