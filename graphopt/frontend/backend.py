@@ -6,125 +6,30 @@ What cannot be rewritten is compiled as torch.compile would; tensors that are no
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import SymInt, Tensor, fx, nn
 
-from graphopt.compat import InputDesc, OutputDesc, expression, observed_by, output_list
-from graphopt.compat.aot import Hooks, compile_joint, compile_plainly, joint_graph, split_again
-from graphopt.compat.dynamo import differentiates, example_of, is_restart, outside_tracing
+from graphopt.compat import observed_by
+from graphopt.compat.aot import compile_joint, compile_plainly, joint_graph, split_again
+from graphopt.compat.dynamo import differentiates, example_of, is_restart
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
+from graphopt.frontend.compiled_region import CompiledRegion, Host
 from graphopt.frontend.history import needs_gradient
-from graphopt.frontend.region import Region, drop_gradients, fix_sizes, region_of, training_graph, write_mutations
-from graphopt.frontend.values import Values
-from graphopt.graph import TrainingGraph, ancestors, remove_dead_nodes
+from graphopt.frontend.region import Region, region_of
+from graphopt.frontend.rewriting import hooks_for
+from graphopt.graph import ancestors
 from graphopt.lower import Backend
-from graphopt.passes import PassReport, Preserves
-from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
 from graphopt.runtime.stages import stage
-from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 
 class Unsettled(Exception):
     """A graph was to be compiled in a step for which nothing was prepared; see `Host.settled`."""
-
-
-@dataclass(eq=False)
-class CompiledRegion:
-    """A region as it was compiled.
-
-    Attributes:
-        region: its parameters.
-        graph: the joint graph that runs; None where there is no backward, or where all came from torch's cache on disk.
-        halves: the forward and the backward before they were compiled; None likewise, and until asked for with `again` where all
-            came from torch's cache on disk.
-        again: makes the halves that came from there.
-        reports: what each pass did.
-        compile_seconds: of compiling, rewriting included; `rewrite_seconds` is the passes' share.
-        sizes: of the last run, in the order of the placeholders that are numbers.
-        sampled_part: see `Plan.sampled_part`.
-        reduced: the plan's approximations could not be carried out.
-        needless: positions of its inputs that require a gradient which leads to nothing that is trained.
-        gated: it waits by itself for what is still to be done to its weights; see `graphopt.passes.lsp.offload_nodes`.
-    """
-
-    region: Region
-    graph: TrainingGraph | None = None
-    halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
-    again: Callable[[], None] | None = None
-    reports: tuple[PassReport, ...] = ()
-    compile_seconds: float = 0.0
-    rewrite_seconds: float = 0.0
-    sizes: tuple[int, ...] = ()
-    sampled_part: float = 1.0
-    reduced: bool = False
-    gated: bool = False
-    needless: tuple[int, ...] = ()
-
-    def graph_of_last_run(self) -> TrainingGraph | None:
-        """`graph`, with the sizes of the last run in the place of those that it was compiled with."""
-        if self.graph is None or not self.sizes:
-            return self.graph
-        numbers = [n.meta.get("val") for n in self.graph.placeholders]
-        symbols = [next(iter(s.free_symbols)) for v in numbers if isinstance(v, SymInt) and (s := expression(v)).is_Symbol]
-        return replace(self.graph, sizes={**self.graph.sizes, **dict(zip(symbols, self.sizes, strict=False))})
-
-
-class Host(Protocol):
-    """Whom a backend works for.
-
-    Attributes:
-        modes: that watch operators; see `observed_by`.
-        settled: nothing is expected to be compiled; if something is after all, `Unsettled` has the host prepare for it.
-        values: that passes have graphs exchange with Python.
-    """
-
-    modes: Sequence[Any]
-    settled: bool
-    values: Values
-
-    def names(self) -> Mapping[int, Sequence[str]]:
-        """See `tensor_names`."""
-        ...
-
-    def planned(self) -> Collection[str]:
-        """The parameters that a plan knows of; others are trained."""
-        ...
-
-    def batch_size(self) -> int:
-        """Of the call under way."""
-        ...
-
-    def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
-        """Which dimension of each value is the batch, among the tensors of the call under way."""
-        ...
-
-    def check(self, plan: Plan) -> None:
-        """Raise what the user has to know before anything is compiled under a plan."""
-        ...
-
-    def compiled(self, region: CompiledRegion) -> None:
-        """Called with a region that was compiled."""
-        ...
-
-    def ran(self, region: CompiledRegion) -> None:
-        """Called with a region that runs."""
-        ...
-
-    def drop_unselected(self) -> None:
-        """Tensors that are not selected are to lose every gradient that reaches them."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Warn, once, of what runs in another way than planned."""
-        ...
 
 
 class PlanBackend:
@@ -162,7 +67,7 @@ class PlanBackend:
             run = self._compile(module, examples, found, host, values)
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
-        trained = [p.name for p in region.parameters if p.trainable and self._trains(p.name, host.planned())]
+        trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned())]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         return _Made(found, run, _sources(found, trained) if cuts else ())
 
@@ -179,10 +84,7 @@ class PlanBackend:
         if not isinstance(leaf, nn.Parameter):
             return True
         names = host.names().get(id(leaf), ())
-        return not names or self._trains(names[0], host.planned())
-
-    def _trains(self, name: str, planned: Collection[str]) -> bool:
-        return self.plan.train is None or name in self.plan.train or name not in planned
+        return not names or self.plan.trains(names[0], host.planned())
 
     def _compile(
         self, module: fx.GraphModule, examples: Sequence[Any], found: CompiledRegion, host: Host, values: Sequence[Any]
@@ -192,7 +94,7 @@ class PlanBackend:
             return compile_plainly(module, examples, self.backend)
         copy = graph_module(module, copied(module.graph))  # compiling changes it
         host.check(self.plan)
-        hooks = self._hooks(found, host, values)
+        hooks = hooks_for(self.plan, found, self.host, values)
         try:
             run = compile_joint(module, examples, self.backend, hooks)
             if found.graph is not None:
@@ -219,90 +121,6 @@ class PlanBackend:
             host.note(f"a part of the model could not be compiled ({first_line(error)}); it runs uncompiled")
         return copy
 
-    def _hooks(self, found: CompiledRegion, host: Host, values: Sequence[Any]) -> Hooks:
-        weak = self.host  # torch keeps these functions for as long as the compiled graph, which nothing collects in cycles
-        dims: Sequence[int | None] = host.batch_dims(values) if self.plan.samples else ()
-        trial: dict[str, Tensor] = {}
-        if self.plan.samples:  # not held for longer: they are the caller's
-            trial = {str(i): value for i, value in enumerate(values) if isinstance(value, Tensor)}
-
-        def see(joint: fx.GraphModule, num_forward: int) -> None:
-            remove_dead_nodes(joint)  # a draw that nobody reads is more than torch's simpler partitioner can split
-            found.graph = training_graph(found.region, graph_module(joint, copied(joint.graph)), num_forward, weak().batch_size())
-
-        def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
-            start = time.perf_counter()
-            num_outputs = len(output_list(joint))
-            graph = training_graph(found.region, joint, num_forward, weak().batch_size(), dims)
-            graph = self._rewritten(_without(graph, found.needless), found, weak(), trial)
-            trial.clear()
-            found.graph = graph.clone()
-            found.gated = any(node.target is torch.ops.graphopt.gate.default for node in graph.graph.nodes)
-            weak().values.connect(graph, num_outputs)
-            write_mutations(graph, num_outputs)
-            if any(dim is not None for dim in dims):
-                fix_sizes(graph)
-            found.rewrite_seconds = time.perf_counter() - start
-            return graph.module
-
-        def halves(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-            found.halves = (graph_module(forward, copied(forward.graph)), graph_module(backward, copied(backward.graph)))
-
-        def failed(error: Exception) -> None:
-            weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
-
-        changes = bool(self.plan.passes)
-        return Hooks(
-            rewrite if changes else None, see, halves, failed, self._key(found.region, found.needless, host), self.plan.samples
-        )
-
-    def _rewritten(self, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
-        """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
-        plan = self.plan
-        others = [p for p in plan.passes if not technique(p).loss_alone]
-        if len(others) < len(plan.passes) and len(for_loss_alone(graph).inputs) < len(graph.inputs):
-            plan = plan.with_passes(others)
-        if plan.samples:
-            try:
-                reason = _unsampled(plan, graph, found.region, host.planned(), trial)
-            except Exception as error:
-                reason = first_line(error)
-            if reason:
-                host.note(f"the backward is not sampled: {reason}")
-                plan = replace(plan, not_separable=reason)
-        candidates = [plan]
-        if any(p.preserves is not Preserves.EXACT for p in plan.passes):
-            candidates.append(plan.without_approximations())
-        for candidate in candidates:
-            try:
-                rewritten, reports = candidate.rewrite_region(graph, host.planned())
-            except Exception as error:
-                instead = "without approximations" if candidate is not candidates[-1] else "as torch.compile has it"
-                host.note(f"a part of the model could not be rewritten ({first_line(error)}); it runs {instead}")
-                continue
-            found.reports, found.reduced = tuple(reports), candidate is not plan
-            found.sampled_part = plan.sampled_part(graph, graph.batch_size, reports)
-            return rewritten
-        self._drop_unselected(graph, host.planned())
-        found.reports, found.reduced = (), True
-        return graph
-
-    def _drop_unselected(self, graph: TrainingGraph, planned: Collection[str]) -> None:
-        cut = [p.name for p in graph.parameters if not self._trains(p.name, planned)]
-        if cut:
-            drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("parameter", name)) for name in cut])
-            remove_dead_nodes(graph.module)
-
-    def _key(self, region: Region, needless: tuple[int, ...], host: Host) -> str:
-        """All that a rewritten region depends on but its graph, as text that is the same in every process."""
-        from graphopt import __version__
-
-        passes = [(p.name, repr(p)) for p in self.plan.passes]
-        batch = (self.plan.not_separable, host.batch_size()) if self.plan.samples else ()
-        plan = (self.plan.key, passes, host.values.numbers, batch)
-        parts = (__version__, region.names, needless, sorted(host.planned()), plan)
-        return "graphopt " + hashlib.sha256(repr(parts).encode()).hexdigest()
-
 
 @dataclass(frozen=True)
 class _Made:
@@ -316,28 +134,6 @@ class _Made:
     region: CompiledRegion
     run: Callable[..., Any]
     sources: Sequence[tuple[int, tuple[int, ...]]]
-
-
-def _without(graph: TrainingGraph, needless: Sequence[int]) -> TrainingGraph:
-    """A region without the gradients of some of its inputs."""
-    if needless:
-        drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("input", i)) for i in needless])
-        remove_dead_nodes(graph.module)
-    return graph
-
-
-def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]) -> str:
-    """Why rows of a region's backward must not be left out; "" if they may.
-
-    Args:
-        trial: values of the placeholders, by position.
-    """
-    if len(for_loss_alone(graph).inputs) < len(graph.inputs):
-        return "outputs beside the loss are differentiated"
-    tensors = {name: trial[str(i)] for i, name in enumerate(region.names) if name is not None}
-    inputs = [torch.empty(0) if name is not None else trial.get(str(i), torch.empty(0)) for i, name in enumerate(region.names)]
-    with outside_tracing():
-        return plan.inseparable(plan.before_sampling().rewrite_region(graph, planned)[0], tensors, inputs)
 
 
 def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:

@@ -20,7 +20,8 @@ from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
 from graphopt.errors import GraphoptError, InputError, LossNotFirst, PassError
-from graphopt.frontend.backend import CompiledRegion, PlanBackend, Unsettled
+from graphopt.frontend.backend import PlanBackend, Unsettled
+from graphopt.frontend.compiled_region import CompiledRegion
 from graphopt.frontend.outputs import detached, loss_alone, not_kept, reattached
 from graphopt.frontend.region import tensor_names
 from graphopt.frontend.step import RegionStep

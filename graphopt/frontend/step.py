@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import fx
 
-from graphopt.frontend.backend import CompiledRegion
+from graphopt.frontend.compiled_region import CompiledRegion
 from graphopt.graph import TrainingGraph
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan

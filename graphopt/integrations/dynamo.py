@@ -19,7 +19,8 @@ from graphopt.compat.dynamo import differentiates, example_of
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import GraphoptError, PassError
-from graphopt.frontend.backend import CompiledRegion, PlanBackend
+from graphopt.frontend.backend import PlanBackend
+from graphopt.frontend.compiled_region import CompiledRegion
 from graphopt.frontend.region import Region, region_of, training_graph
 from graphopt.frontend.values import Values
 from graphopt.lower import check_backend

@@ -125,6 +125,14 @@ class Plan:
             reports.append(replace(report, choices=choices))
         return graph, reports
 
+    def trains(self, name: str, planned: Collection[str]) -> bool:
+        """Whether a parameter is trained: those that the plan knows nothing of are.
+
+        Args:
+            planned: the parameters that the plan knows of.
+        """
+        return self.train is None or name in self.train or name not in planned
+
     def rewrite_region(self, graph: TrainingGraph, planned: Collection[str]) -> tuple[TrainingGraph, list[PassReport]]:
         """Run every pass on the joint graph of a part of the model; passes that do not fit are left out.
 
@@ -133,7 +141,7 @@ class Plan:
         """
         if self.train is not None:
             sites = {p.name for p in graph.trainable}
-            kept = {name for name in sites if name in self.train or name not in planned}
+            kept = {name for name in sites if self.trains(name, planned)}
             if not kept:
                 graph = graph.clone()
                 for name in sites:
