@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -25,9 +25,9 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
-from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph
+from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import InputError, NothingToPlan, PassError
+from graphopt.errors import GraphoptError, InputError, NothingToPlan, PassError
 from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -46,6 +46,9 @@ from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.stages import stage
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,11 +66,13 @@ def optimize(
     verify: bool = False,
     fullgraph: bool = False,
     group: torch.distributed.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> OptimizedModule:
     """The same model with a cheaper training step.
 
     Where torch.distributed is initialised, all ranks call it, each with its own batch: gradients are averaged before tensors are
-    rated, and rank 0's plan is everybody's. `DistributedDataParallel(opt)` then trains as it does with the model.
+    rated, and rank 0's plan is everybody's. `DistributedDataParallel(opt)` then trains as it does with the model; or `mesh` is
+    given, and the compiled backward itself averages the gradients that are left.
 
     Args:
         model: any module with trainable parameters; it is not changed, and shares its tensors with the result.
@@ -89,6 +94,8 @@ def optimize(
         fullgraph: refuse a model that is not one graph. By default its parts are planned together, what cannot be planned is
             compiled as torch.compile has it, and `opt.report` says so.
         group: the processes that train this model together, by default all.
+        mesh: of one dimension: the same, and their gradients are averaged in the graph; then nothing else may average them. The
+            weights have to be equal on all ranks.
     Returns:
         A module that is called as `model` is; compiled for each batch shape when it first comes. With GRAPHOPT_DISABLE=1 in the
         environment, or where `verify` finds a difference, one that runs the model itself (see `DisabledModule`).
@@ -102,14 +109,17 @@ def optimize(
     if outputs == "loss" and loss is not None:
         raise InputError("outputs='loss' keeps the model's own loss alone, of which loss= cannot compute another: leave one out.")
     if switched_off():
+        _require_no_mesh(mesh, f"{VARIABLE} is set")
         return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
     args, kwargs = as_call(example_inputs)
     _require_storage(model)
     _require_one_replica(model)
-    ranks = Ranks(group)
-    chosen = for_ranks(chosen, ranks, passes == "auto")
+    ranks = Ranks(group_of(mesh, group))
+    chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None)
+    if mesh is not None:
+        require_same_weights(model, ranks)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
     with _training_mode(model), whole_graphs():
@@ -122,6 +132,7 @@ def optimize(
         except NothingToPlan as nothing:
             if passes != "auto" and chosen:
                 raise PassError(f"{chosen[0].name} has nothing to work on: {nothing}") from nothing
+            _require_no_mesh(mesh, str(nothing))
             logger.warning("%s The model runs as torch.compile has it.", nothing)
             return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
@@ -144,6 +155,7 @@ def optimize(
         with _training_mode(model):
             difference = next(filter(None, ranks.gather(opt.first_difference(args, kwargs), "verifying")), "")
         if difference:
+            _require_no_mesh(mesh, f"verify=True found that {difference}")
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
             return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
     return opt
@@ -352,6 +364,14 @@ def _require_one_replica(model: nn.Module) -> None:
         raise InputError(
             f"a {type(model).__name__} spreads batches over devices, which a captured step would not. Pass the model that it "
             "wraps, model.module; DistributedDataParallel then goes around what optimize() returns."
+        )
+
+
+def _require_no_mesh(mesh: DeviceMesh | None, why: str) -> None:
+    if mesh is not None and mesh.size() > 1:
+        raise GraphoptError(
+            f"with a mesh the optimised step averages gradients, and there is none: {why}. Leave mesh= out, and wrap what "
+            "optimize() returns in DistributedDataParallel."
         )
 
 

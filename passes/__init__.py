@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-from graphopt.passes import dead_rows, greentrainer, linear_cross_entropy, lsp, recompute, runlora, vcas
+from graphopt.passes import dead_rows, distribute, greentrainer, linear_cross_entropy, lsp, recompute, runlora, vcas
 from graphopt.passes.base import Pass, PassReport, Preserves, Site, run_pass
 from graphopt.passes.dead_rows import DeadRows
+from graphopt.passes.distribute import Distribute
 from graphopt.passes.greentrainer import GreenTrainer
 from graphopt.passes.linear_cross_entropy import LinearCrossEntropy
 from graphopt.passes.lsp import Lsp
@@ -38,17 +39,30 @@ def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     8. lsp compresses the gradients that are left, as products over the rows that are left: P'(A_k)(B_k)Q. The image of an
        unbiased gradient is unbiased. (Were it to run before vcas, terms would be drawn by the norms of other matrices.)
     9. A user's pass that is PROJECTED.
+    10. distribute averages over ranks what is returned after all of that.
 
     Users' passes of one kind stay in the order they were listed in.
     """
     known = {name: float(i) for i, name in enumerate(BY_NAME)}
     own = {Preserves.EXACT: known["vcas"] - 0.6, Preserves.UNBIASED: known["vcas"] - 0.4, Preserves.PROJECTED: float(len(known))}
+    known[Distribute.name] = len(known) + 1.0
     return tuple(sorted(passes, key=lambda p: known.get(p.name, own[p.preserves])))
+
+
+def communicating(group: str, size: int) -> Technique:
+    """What `optimize(mesh=...)` adds: the last technique, which has graphs communicate.
+
+    Args:
+        group: the name of the process group.
+        size: its number of ranks.
+    """
+    return Distribute(group, size)
 
 
 __all__ = [
     "BY_NAME",
     "DeadRows",
+    "Distribute",
     "GreenTrainer",
     "LinearCrossEntropy",
     "Lsp",
@@ -59,7 +73,9 @@ __all__ = [
     "RunLora",
     "Site",
     "Vcas",
+    "communicating",
     "dead_rows",
+    "distribute",
     "greentrainer",
     "in_order",
     "linear_cross_entropy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from graphopt.errors import InputError
 if TYPE_CHECKING:
     from graphopt.passes.base import Supplying
 
+    from graphopt.analysis.communication import Collective
     from graphopt.frontend.step import RegionStep
     from graphopt.planner.plan import Plan
 
@@ -38,12 +40,21 @@ class State:
         """See the class."""
         return 0.0
 
+    @property
+    def collectives(self) -> Sequence[Collective]:
+        """What a step like the last hands to other ranks beside what its graphs do."""
+        return ()
+
     def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
         """The plan of the step that is about to run, from that of the training."""
         return plan
 
-    def after_forward(self, step: RegionStep | None) -> None:
-        """The forward of `step` has run; None: the model itself ran in its place."""
+    def after_forward(self, step: RegionStep | None, output: Any) -> None:
+        """The forward of `step` has run and returned `output`; None: the model itself ran in its place."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, steps hand nothing to other ranks; see `OptimizedModule.no_sync`."""
+        return contextlib.nullcontext()
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:
         """The value of an input that the technique has added to a graph, on the device of `like`; None: it is another's."""

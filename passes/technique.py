@@ -134,6 +134,7 @@ class Technique:
         loss_alone: it needs a backward in which nothing but the loss is differentiated.
         decides: the type of its decision, by which a checkpoint is read; None: it is decided anew and not loaded.
         unneeded: why it was not needed where it changed nothing; "" if it has nothing to say then.
+        communicates: its graphs run on several ranks together, or wait for ever.
     """
 
     name: str
@@ -143,6 +144,12 @@ class Technique:
     loss_alone = False
     decides: type[Any] | None = None
     unneeded = ""
+    communicates = False
+
+    @property
+    def apart(self) -> str:
+        """Why ranks with a mesh cannot train together by its gradients, if it is PROJECTED; "" if they can."""
+        return "it is not known to project the gradients of all ranks in the same way"
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """See `Pass`."""

@@ -20,8 +20,8 @@ ROOT = {
     "specialise",
 }  # fmt: skip
 
-TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer|dead_rows)"
-CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer|DeadRows)"
+TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer|dead_rows|distribute)"
+CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer|DeadRows|Distribute)"
 IMPORT = re.compile(rf"^\s*from graphopt\.passes(\.{TECHNIQUES}[. ]| import .*\b{CLASSES}\b)", re.M)
 
 

@@ -1,4 +1,4 @@
-"""What torch.distributed does not show: a group's store, and which DistributedDataParallel is at work."""
+"""What torch.distributed does not show: functional collectives, a group's store, which DistributedDataParallel is at work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+ALL_REDUCE, WAIT = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+"""The collective as an operator of graphs, and what waits for it."""
+
+
+def collective_of(target: Any) -> str:
+    """The collective that an operator is, such as "all_reduce", in place or not; "" if it is none."""
+    if getattr(target, "namespace", "") not in ("_c10d_functional", "c10d"):
+        return ""
+    name: str = target._opname
+    return "" if "wait" in name else name.removesuffix("_")
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group of this name."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def backward_number() -> int:
+    """Of the backward under way; -1: there is none."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def store_of(group: dist.ProcessGroup) -> Any:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import NothingToPlan, PassError
+from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import Pass, Preserves
+from graphopt.passes import Pass, Preserves, communicating
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def plan_of_rank_0(plan: Plan, ranks: Ranks, chosen: Sequence[Pass], what: str) -> Plan:
@@ -30,19 +37,41 @@ def plan_of_rank_0(plan: Plan, ranks: Ranks, chosen: Sequence[Pass], what: str) 
     return replace(plan.with_passes([own[name] for name in names]), decisions=decisions, **theirs)
 
 
-def for_ranks(passes: tuple[Pass, ...], ranks: Ranks, auto: bool) -> tuple[Pass, ...]:
-    """The passes that several ranks can use.
+def for_ranks(passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool) -> tuple[Pass, ...]:
+    """The passes that several ranks can use; with a mesh, and what averages their gradients.
 
     Raises:
         PassError: the caller has named another.
     """
-    others = [p.name for p in passes if ranks.several and p.preserves is Preserves.PROJECTED]
-    if others and not auto:
-        raise PassError(
-            f"{others[0]} keeps gradients where DistributedDataParallel does not see them, so that every rank would train by its "
-            f"own: leave {others[0]} out, or train on one process."
+    if not ranks.several:
+        return passes
+    unseen = "it keeps gradients where DistributedDataParallel does not see them; optimize(mesh=...) averages them"
+    projected = {p.name: technique(p).apart if mesh else unseen for p in passes if p.preserves is Preserves.PROJECTED}
+    others = {name: why for name, why in projected.items() if why}
+    for name, why in others.items():
+        if not auto:
+            raise PassError(f"{name} cannot train on several ranks: {why}. Leave {name} out, or train on one process.")
+    kept = tuple(p for p in passes if p.name not in others)
+    return (*kept, communicating(ranks.group_name, ranks.size)) if mesh else kept
+
+
+def group_of(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The processes that train together.
+
+    Raises:
+        InputError: the mesh has several dimensions, or the group is another.
+    """
+    if mesh is None:
+        return group
+    if mesh.ndim != 1:
+        raise InputError(
+            f"mesh has {mesh.ndim} dimensions, and gradients are averaged along one: pass that one, such as mesh['dp'] of a mesh "
+            "with names."
         )
-    return tuple(p for p in passes if p.name not in others)
+    found = mesh.get_group()
+    if group is not None and group is not found:
+        raise InputError("mesh= says which processes train together, and group= says others: leave group= out.")
+    return found
 
 
 def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
@@ -52,6 +81,26 @@ def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
     if other is not None:
         names = sorted(set(found[0]) ^ set(found[other]))
         raise NothingToPlan(f"the batches of ranks 0 and {other} take different ways through the model: one uses {names[0]}.")
+
+
+def require_same_weights(model: nn.Module, ranks: Ranks) -> None:
+    """Raise `InputError`, on every rank, where weights or buffers differ: averaged gradients would not keep them together."""
+    found = ranks.gather({name: _fingerprint(tensor) for name, tensor in model.state_dict().items()}, "comparing weights")
+    for rank, theirs in enumerate(found):
+        other = next((name for name in sorted({*theirs, *found[0]}) if theirs.get(name) != found[0].get(name)), None)
+        if other is not None:
+            raise InputError(
+                f"{other} is not the same on ranks 0 and {rank}, and training by averaged gradients would not make it so. Seed "
+                "all ranks alike before the model is made, load the same weights, or broadcast them from rank 0."
+            )
+
+
+def _fingerprint(tensor: Any) -> tuple[Any, ...]:
+    """Its shape, and two sums by which it is told from another draw."""
+    if not isinstance(tensor, Tensor):
+        return ()
+    exact = tensor.detach().to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tuple(tensor.shape), str(tensor.dtype), str(exact.sum().item()), str(exact.abs().sum().item())
 
 
 def _decided(plan: Plan) -> dict[str, Any]:

@@ -68,6 +68,11 @@ class Ranks:
         return self
 
     @property
+    def group_name(self) -> str:
+        """By which graphs reach the group."""
+        return "" if self._group is None else self._group.group_name
+
+    @property
     def several(self) -> bool:
         """Whether there is anybody to agree with."""
         return self.size > 1

@@ -69,7 +69,7 @@ def first_difference(
         return f"the model cannot be copied, so that nothing can be compared ({first_line(error)})"
     planned = [p.name for p in graph.parameters]
     told: list[str] = []
-    kept = tuple(p for p in plan.passes if p.preserves is not Preserves.UNBIASED)
+    kept = tuple(p for p in plan.passes if p.preserves is not Preserves.UNBIASED and not technique(p).communicates)
     plan = replace(plan, passes=kept)
     for rewrite in kept:
         plan = technique(rewrite).alone(plan)

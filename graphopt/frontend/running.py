@@ -318,11 +318,11 @@ class Running:
         ran = tuple(self._ran)
         if not any(region.graph is not None for region in ran):
             return None
-        key = tuple(map(id, ran))
+        key = (*map(id, ran), self._broken)
         if key not in self._steps:
             if len(self._steps) >= PLANS:
                 self._steps.clear()
-            self._steps[key] = RegionStep(plan, ran, deque(maxlen=32))
+            self._steps[key] = RegionStep(plan, ran, deque(maxlen=32), self._broken)
         return self._steps[key]
 
     # What a backend asks for; see `Host`.

@@ -23,11 +23,13 @@ class RegionStep:
         plan: that they were compiled under.
         regions: in the order in which they ran.
         seconds: see `Lowered.seconds`.
+        broken: parts of the model run in eager mode, or in other graphs.
     """
 
     plan: Plan
     regions: tuple[CompiledRegion, ...]
     seconds: deque[float]
+    broken: bool = False
 
     @property
     def sampled_part(self) -> float:
@@ -37,8 +39,12 @@ class RegionStep:
     @property
     def graph(self) -> TrainingGraph:
         """The joint graph with the most operators, which is the only one where there is no graph break."""
-        graphs = [graph for region in self.regions if (graph := region.graph_of_last_run()) is not None]
-        return max(graphs, key=lambda graph: len(graph.graph.nodes))
+        return max(self.graphs, key=lambda graph: len(graph.graph.nodes))
+
+    @property
+    def graphs(self) -> list[TrainingGraph]:
+        """The joint graphs of the regions that have one."""
+        return [graph for region in self.regions if (graph := region.graph_of_last_run()) is not None]
 
     @property
     def reports(self) -> tuple[PassReport, ...]:

@@ -148,7 +148,7 @@ class Plan:
                     graph.drop_gradient(name)
                 graph.eliminate_dead_code()
                 return graph, []
-            return replace(self, train=frozenset(kept)).rewrite(graph)
+            return replace(self, train=self.train | kept).rewrite(graph)
         return self.rewrite(graph)
 
     @cached_property
@@ -177,8 +177,10 @@ class Plan:
         return replace(self, passes=tuple(p for p in self.passes if p.preserves is not Preserves.UNBIASED))
 
     def without_approximations(self) -> Plan:
-        """The plan with the passes alone whose gradients are exact."""
-        return replace(self, passes=tuple(p for p in self.passes if p.preserves is Preserves.EXACT), measures=False)
+        """The plan with the passes alone whose gradients are exact; where others compress them, graphs communicate none."""
+        projects = any(p.preserves is Preserves.PROJECTED for p in self.passes)
+        exact = [p for p in self.passes if p.preserves is Preserves.EXACT and not (projects and technique(p).communicates)]
+        return replace(self, passes=tuple(exact), measures=False)
 
     def measuring(self) -> Plan:
         """The plan of steps that measure."""

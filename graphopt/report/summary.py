@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphopt.analysis.communication import Communication, communication
 from graphopt.analysis.flops import FlopProfile
 from graphopt.analysis.optimizers import OptimizerFactory
 from graphopt.errors import GraphoptError
@@ -53,6 +54,7 @@ class Report:
         captures, compilations: how often the model was traced and a step compiled.
         capture_seconds, compile_seconds, rewrite_seconds, select_seconds: wall-clock of each so far.
         tensors: a row for every parameter: what its gradient costs, what it is worth, and why it is trained or not.
+        communication: bytes that a step hands to other ranks; without a mesh none.
         lines: the sections for people.
     """
 
@@ -86,6 +88,7 @@ class Report:
     plan: PlanSummary | None = None
     selection: SelectionSummary | None = None
     tensors: list[TensorRow] = field(default_factory=list)
+    communication: Communication = field(default_factory=lambda: Communication(()))
     lines: list[str] = field(default_factory=list)
     _source: Source | None = field(default=None, repr=False, compare=False)
 
@@ -170,8 +173,10 @@ def make_report(
     captured, flops = flops, flops.at(size)  # rows that are left out are counted for one batch size
     reports = () if step is None else step.reports
     other_length = step is not None and reports and reports[0].step_flops_before != flops.step
+    graphs = [] if step is None else step.graphs
     if (step is None and not in_eager_mode) or other_length:
-        reports = tuple(plan.rewrite(graph, size)[1])
+        rewritten, found = plan.rewrite(graph, size)
+        reports, graphs = tuple(found), graphs or [rewritten]
     step_flops = reports[-1].step_flops_after if reports else flops.step
     running = step.reports if step is not None else reports  # batches of another size can take other decisions
     sections = {p.name: technique(p).section(plan, graph, reports, running, states.get(p.name)) for p in plan.passes}
@@ -220,6 +225,11 @@ def make_report(
         left_alone={name: why for section in sections.values() for name, why in section.left_alone.items()},
         selection=summarise_selection(plan, captured),
         tensors=tensor_rows(plan, graph, captured, flops, ratio),
+        communication=_communication(graphs, states),
         lines=[line for section in sections.values() for line in section.lines],
         _source=Source(graph, plan, captured, captures.backend if captures.backend == "inductor" else "aot_eager"),
     )
+
+
+def _communication(graphs: Sequence[TrainingGraph], states: Mapping[str, State]) -> Communication:
+    return Communication((*communication(*graphs).collectives, *(c for state in states.values() for c in state.collectives)))

@@ -54,6 +54,8 @@ def report_text(report: Report) -> str:
     if report.plan is not None:
         lines += plan_lines(report.plan)
     lines += report.lines
+    if sent := report.communication.collectives:
+        lines.append(f"communication    {len(sent)} collectives of {in_bytes(report.communication.bytes)} per step and rank")
     lines.append(f"approximations   {'; '.join(report.approximations) or 'none'}")
     lines.append(f"batch size       {report.batch}; kernels as on {report.device}; backend {report.backend}")
     lines.append(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,24 @@ class OptimizedModule(SharedModule):
         self._wrapping.check(self)
         for state in states:
             plan = state.before_forward(plan, self._model)
+        before = self._fallback.model_runs
         output = self._planned_step(plan, args, kwargs)
+        step = self._running.step if self._fallback.model_runs == before else None
         for state in states:
-            state.after_forward(self._running.step)
+            state.after_forward(step, output)
         return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients gather on each rank by themselves; the next backward outside averages them all.
+
+        As `DistributedDataParallel.no_sync`, for `optimize(mesh=...)`: it is the forward that has to be inside. Without a mesh it
+        does nothing.
+        """
+        with contextlib.ExitStack() as stack:
+            for state in self.states.values():
+                stack.enter_context(state.no_sync())
+            yield
 
     def first_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""

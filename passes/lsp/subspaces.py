@@ -19,6 +19,7 @@ from graphopt.passes.state import MakeOptimizer, State
 from torch import Tensor, nn
 
 from graphopt.compat import InputDesc, OutputDesc
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import GraphoptError, InputError
 from graphopt.ops.host_callback import new_receiver
 from graphopt.planner.plan import Plan
@@ -27,6 +28,9 @@ from graphopt.runtime.uniforms import check_generator_state
 
 if TYPE_CHECKING:
     from graphopt.frontend.step import RegionStep
+
+
+CHECKING = "comparing projectors with gradients"
 
 
 class Subspaces(State):
@@ -40,12 +44,14 @@ class Subspaces(State):
 
     own_optimizer = True
 
-    def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor], ranks: Ranks | None = None) -> None:
         """Draw random projectors.
 
         Args:
             weights: by name, those to compress.
+            ranks: that train the model together; they have the same projectors.
         """
+        self.ranks = ranks or Ranks.alone()
         self.rewrite = rewrite
         self.generator = torch.Generator().manual_seed(rewrite.seed)
         self.weights: dict[str, CompressedWeight] = {}
@@ -92,7 +98,7 @@ class Subspaces(State):
         self.forwards += 1
         return self.checking(plan) if self._checks else plan
 
-    def after_forward(self, step: RegionStep | None) -> None:
+    def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """See `State`."""
         if self._checks and step is not None and not step.graph.compressed:
             self.nothing_to_check()
@@ -153,11 +159,6 @@ class Subspaces(State):
         mine = plan.decisions[self.rewrite.name]
         return plan.measuring().decided(self.rewrite.name, dataclasses.replace(mine, checking=self.receiver))
 
-    def offloading(self, plan: Plan) -> Plan:
-        """The plan of steps that hand out compressed gradients as they are computed, where the schedule says so."""
-        mine = plan.decisions[self.rewrite.name]
-        return plan.decided(self.rewrite.name, dataclasses.replace(mine, offload=self.offload))
-
     def due(self) -> bool:
         """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
         return self.rewrite.schedule != "zero" and self.steps // self.rewrite.check_every != self._checked_at
@@ -201,7 +202,7 @@ class Subspaces(State):
         """
         compressed = self.weights[self.names[site]]
         compressed.follow(gradient.device)
-        exact = gradient.detach().to(compressed.variable.dtype)
+        exact: Any = self.ranks.mean([gradient.detach().to(compressed.variable.dtype)], CHECKING)[0]
         largest = exact.abs().max()
         if bool(torch.isfinite(largest)):
             compressed.batches += 1
@@ -234,7 +235,7 @@ class Subspaces(State):
             known: gradients to which what was learned is fitted further; None: it is not.
             unseen: by which that is judged; None: by those themselves.
         """
-        compressed.error = compressed.subspace.error(latest)
+        compressed.error = self.ranks.same(compressed.subspace.error(latest), CHECKING)
         if compressed.error < self.rewrite.threshold:
             return
         assert compressed.moments is not None
@@ -245,7 +246,7 @@ class Subspaces(State):
         if known is not None and starts[0].error(latest) >= self.rewrite.threshold:
             starts = [fit(start, [known], self.rewrite.threshold, self.rewrite.iterations, unseen).subspace for start in starts]
         found = min(starts, key=lambda start: start.error(latest))
-        error = found.error(latest)
+        found, error = self.ranks.same((found, found.error(latest)), CHECKING)  # rounding is not the same everywhere
         if error < compressed.error:
             compressed.error = error
             compressed.fits += 1

@@ -122,6 +122,13 @@ class Lsp(Technique):
         if self.criterion not in ("time", "flops"):
             raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
 
+    @property
+    def apart(self) -> str:
+        """See `Technique`."""
+        if self.schedule == "sequential":
+            return ""
+        return f"schedule={self.schedule!r} hands gradients to the host before they are averaged; use schedule='sequential'"
+
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every weight whose gradient can be compressed, by its name.
 
@@ -260,7 +267,7 @@ class Lsp(Technique):
         mine, tensors = opt.plan.decisions[self.name], opt.tensors()
         if not mine.weights:
             return None
-        subspaces = Subspaces(self, {name: tensors[name] for name in mine.weights})
+        subspaces = Subspaces(self, {name: tensors[name] for name in mine.weights}, opt.ranks)
         opt.decide(self.name, replace(mine, offload=subspaces.offload))
         return subspaces
 

@@ -62,7 +62,7 @@ def test_options_that_cannot_work_are_refused_with_the_remedy(ranks: list[dict[s
             assert "DistributedDataParallel(opt, find_unused_parameters=True)" in found[name]
         assert "trains on 2 ranks, and optimize() made a plan for 1" in found["another group"]
         assert "every rank would select tensors by itself" in found["backend"]
-        assert found["lsp"].startswith("PassError: lsp keeps gradients where DistributedDataParallel does not see them")
+        assert found["lsp"].startswith("PassError: lsp cannot train on several ranks: it keeps gradients where")
 
 
 def test_selecting_anew_agrees(ranks: list[dict[str, Any]]) -> None:

@@ -1,0 +1,203 @@
+"""Averaging over ranks what no graph has averaged: at the end of a backward, in the same buckets as a graph would.
+
+So it is after `no_sync()`, where gradients have gathered on each rank, and where a step is not one graph, or the model itself
+runs. The collectives are then the same as those of a graph, so that ranks on which something else runs do not part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from graphopt.passes.distribute.buckets import in_buckets
+from graphopt.passes.state import State
+from torch import Tensor, nn
+
+from graphopt.analysis.communication import Collective, communication
+from graphopt.compat import pytree
+from graphopt.compat.distributed import backward_number, group_named, store_of
+from graphopt.errors import InputError, RankError
+from graphopt.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from graphopt.passes.distribute.technique import Distribute, Reduced
+
+    from graphopt.frontend.step import RegionStep
+    from graphopt.runtime.module import OptimizedModule
+
+
+class Reduction(State):
+    """Averages gradients after a backward.
+
+    Attributes:
+        pending: gradients have gathered that are this rank's own.
+        why_after: why the last step averaged after the backward; "" if its graph did.
+    """
+
+    def __init__(self, rewrite: Distribute, opt: OptimizedModule) -> None:
+        self.rewrite = rewrite
+        self.pending = False
+        self.why_after = ""
+        self._opt = opt
+        self._local = False
+        self._plan: tuple[Plan | None, Plan | None] = (None, None)
+        self._step: tuple[Any, ...] = (None, None, None)
+        self._outside: dict[str, Tensor] = {}
+        self._sent: list[Collective] = []
+        self._backward = -1
+        self._held: list[tuple[Tensor, Tensor]] = []
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `State`."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
+        """The plan without collectives where gradients of other steps are to be averaged with those of this one."""
+        if not (self._local or self.pending):
+            return plan
+        if plan is not self._plan[0]:
+            mine: Reduced = plan.decisions[self.rewrite.name]
+            self._plan = plan, plan.decided(self.rewrite.name, replace(mine, local=True))
+        assert self._plan[1] is not None
+        return self._plan[1]
+
+    def after_forward(self, step: RegionStep | None, output: Any) -> None:
+        """Have gradients averaged at the end of the backward from `output`, as far as the step's graph does not do it."""
+        if self._local:
+            self.pending = True
+            return
+        here = (step, self._opt.plan, self.pending)
+        if not all(now is before for now, before in zip(here, self._step, strict=True)):
+            self.why_after = "gradients have gathered since no_sync()" if self.pending else _why_after(step)
+            self._outside = self._others()
+            self._check(step)
+            self._step, self._sent = here, []
+        if self.why_after or self._outside:
+            self._attach(output, bool(self.why_after))
+
+    @property
+    def collectives(self) -> Sequence[Collective]:
+        """See `State`; of a step that measures nothing is told."""
+        return () if self._step[0] is not None and self._step[0].plan.measures else tuple(self._sent)
+
+    def _others(self) -> dict[str, Tensor]:
+        """Trained parameters of which the plan's graph has no gradient; other batches may reach them, on one rank alone."""
+        opt = self._opt
+        known = set(opt.plan.decisions[self.rewrite.name].order)
+        return {n: p for n, p in opt.named_parameters() if p.requires_grad and n not in known and opt.selects_tensor(n)}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What the plan averages, in the agreed order: parameters, or what is stepped in their place."""
+        plan, parameters = self._opt.plan, self._opt.tensors()
+        others = {n: v for state in self._opt.states.values() for n, v in state.variables().items() if v.requires_grad}
+        frozen = {name for name, p in parameters.items() if not p.requires_grad}
+        wanted = plan.decisions[self.rewrite.name].wanted(plan.train, frozen)
+        return {name: others.get(name, parameters[name]) for name in wanted}
+
+    def _buckets(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
+        return in_buckets([(n, (t.dtype, t.device), t.nbytes) for n, t in tensors.items()], self.rewrite.bucket_bytes)
+
+    def _sizes(self, tensors: Mapping[str, Tensor]) -> list[int]:
+        """Bytes of each bucket."""
+        return [sum(tensors[name].nbytes for name in bucket) for bucket in self._buckets(tensors)]
+
+    def _check(self, step: RegionStep | None) -> None:
+        """Raise `RankError` where another rank sends other buckets under this plan; the first to come has said which."""
+        sizes = self._sizes(self._tensors())
+        if not self.why_after and step is not None:
+            sizes = [found.bytes for found in communication(*step.graphs).collectives]
+        opt = self._opt
+        trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
+        mine = repr((sizes, sorted(self._outside)))
+        key = hashlib.sha256(repr((opt.plan.key, trained)).encode()).hexdigest()
+        theirs = store_of(group_named(self.rewrite.group)).compare_set(f"graphopt/means/{key}", "", mine).decode()
+        if theirs != mine:
+            raise RankError(
+                "this rank does not average the gradients that another rank does in the same step, so that those of different "
+                "tensors would be mixed. Call optimize() with the same model, arguments and versions on every rank; the notes of "
+                f"opt.report say what could not be compiled here. Bytes and others there: {theirs}; here: {mine}."
+            )
+
+    def _attach(self, output: Any, everything: bool) -> None:
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        if not leaves:
+            raise InputError(
+                "the model's output holds no tensor that can be seen, so that its backward cannot be followed by averaging "
+                f"gradients ({self.why_after}). Return tensors, or tuples, lists and dicts of them."
+            )
+        for leaf in leaves:
+            if leaf.grad_fn is not None:
+                leaf.register_hook(lambda _: self._begin(everything))
+
+    def _begin(self, everything: bool) -> None:
+        """A backward begins: set aside what earlier ones have averaged."""
+        if self._backward == backward_number():
+            return
+        self._backward, self._sent = backward_number(), []
+        tensors = [*(self._tensors().values() if everything else ()), *self._outside.values()]
+        if not self.pending:
+            self._held = [(t, t.grad) for t in tensors if t.grad is not None]
+            for tensor, _ in self._held:
+                tensor.grad = None
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(everything))
+
+    @torch.no_grad()
+    def _finish(self, everything: bool) -> None:
+        """The backward has ended."""
+        if everything:
+            self._average(self._tensors())
+            self.pending = False
+        if self._outside:
+            device = next(iter(self._outside.values())).device
+            there = torch.tensor([float(t.grad is not None) for t in self._outside.values()], device=device)
+            self._send(there).wait()
+            anywhere = zip(self._outside.items(), there.tolist(), strict=True)
+            self._average({name: t for (name, t), found in anywhere if found})
+        for tensor, before in self._held:
+            tensor.grad = before if tensor.grad is None else before.add_(tensor.grad)
+        self._held = []
+
+    def _average(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put the mean over ranks in the place of each gradient; one that is missing counts as zeros."""
+        sent = []
+        for bucket in self._buckets(tensors):
+            members = [tensors[name] for name in bucket]
+            flat = torch.cat([_dense(t).reshape(-1) for t in members]).mul_(1 / self.rewrite.size)
+            sent.append((members, flat, self._send(flat)))
+        for members, flat, work in sent:
+            work.wait()
+            for tensor, mean in zip(members, flat.split([t.numel() for t in members]), strict=True):
+                if tensor.grad is not None or mean.any():
+                    tensor.grad = mean.view(tensor.shape).clone()
+
+    def _send(self, tensor: Tensor) -> Any:
+        self._sent.append(Collective("all_reduce", tensor.nbytes))
+        return dist.all_reduce(tensor, group=group_named(self.rewrite.group), async_op=True)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if tensor.grad is None:
+        return torch.zeros_like(tensor)
+    return tensor.grad.to_dense() if tensor.grad.layout != torch.strided else tensor.grad
+
+
+def _why_after(step: RegionStep | None) -> str:
+    """Why a step's gradients are averaged after its backward; "" if its graph averages them all."""
+    if step is None:
+        return "the model itself runs"
+    if step.plan.measures:
+        return "the step measures"
+    computing = [r for r in step.regions if r.reduced or (r.graph is not None and r.graph.gradients())]
+    if len(computing) != 1 or step.broken:
+        return "the step is not one graph"
+    return "" if communication(*step.graphs).collectives else "the plan could not be carried out as it is"
