@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := $(VENV)/.docs
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench selection breadth loops operators fuzz clean
+.PHONY: help demo test test-all docs docs-test lint format bench selection breadth loops operators fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +27,17 @@ test: $(STAMP) ## run the test suite on two processes
 
 test-all: $(STAMP) ## run the test suite, and what repeats its claims on further models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS) ## build the documentation's site into out/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo out/site/index.html
+
+docs-test: docs ## build the site, and run the tutorials
+	OMP_NUM_THREADS=1 $(BIN)/python docs/hooks/notebooks.py
 
 lint: $(STAMP) ## style, formatting and types
 	$(BIN)/ruff check .

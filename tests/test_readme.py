@@ -1,10 +1,13 @@
-"""The README is short, its programs run as they stand, and the links of all documents lead somewhere."""
+"""The README is short, all of its blocks run as they stand, and the links of all documents lead somewhere."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,15 @@ import torch
 from accelerate.state import AcceleratorState
 
 import graphopt
+from graphopt import cli
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROGRAMS = [text for language, text in FENCE.findall((ROOT / "README.md").read_text("utf-8")) if language == "python"]
+BLOCKS = FENCE.findall((ROOT / "README.md").read_text("utf-8"))
+PROGRAMS = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = [text for language, text in BLOCKS if language == "console"]
+TARGETS = [text for language, text in BLOCKS if language == ""]
 
 
 def prose(document: Path) -> str:
@@ -33,7 +40,7 @@ def anchors(document: Path) -> set[str]:
 def broken(document: Path) -> list[str]:
     """Links and images, inline ones, whose file or heading is not there; those with a scheme are not looked at."""
     found = []
-    for target in re.findall(r"\]\(([^)\s]+)[^)]*\)", FENCE.sub("", document.read_text("utf-8"))):
+    for target in re.findall(r"(?:\]\(|src=\")([^)\s\"]+)", FENCE.sub("", document.read_text("utf-8"))):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
@@ -44,8 +51,41 @@ def broken(document: Path) -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 200
-    assert len(PROGRAMS) == 2
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
+    assert (len(PROGRAMS), len(COMMANDS), len(TARGETS)) == (2, 1, 1)
+    assert len(BLOCKS) == 4  # each is run below
+
+
+def test_targets_of_the_readme_are_there() -> None:
+    """Their commands are looked up here and not run: `make test` is what runs this. tests/e2e/test_fresh_machine.py runs them."""
+    for line in TARGETS[0].splitlines():
+        command = [*line.partition("#")[0].split(), "-n"]
+        assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("layers", [1, pytest.param(None, marks=pytest.mark.long)])
+def test_commands_print_what_stands_there(
+    layers: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Word by word; in the long form with figures, within 5 %, as Inductor's programs differ between machines."""
+    number = r"\d+(?:\.\d+)?"
+    monkeypatch.chdir(ROOT)
+    for line, expected in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", COMMANDS[0], re.MULTILINE):
+        command = line.split()
+        if layers is not None:
+            config = tmp_path / "config.json"
+            config.write_text(
+                json.dumps(json.loads(Path(command[2]).read_text("utf-8")) | {"num_hidden_layers": layers}), "utf-8"
+            )
+            command[2:3] = [str(config), "--backend", "aot_eager"]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit):
+            cli.main()
+        texts = capsys.readouterr().out, expected
+        words = [re.sub(number, "", text).split() for text in texts]
+        figures = [list(map(float, re.findall(number, text))) for text in texts]
+        assert words[0] == words[1]
+        assert layers is not None or figures[0] == pytest.approx(figures[1], rel=0.05)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=["loop", "trainer"])
@@ -73,8 +113,10 @@ def test_links_and_images_resolve(document: Path) -> None:
 
 
 def test_every_document_is_reached_from_the_readme() -> None:
+    """The index and the pages of the reference are the site's alone."""
     linked = {target.partition("#")[0] for target in re.findall(r"\]\((docs/[^)\s]+)\)", prose(ROOT / "README.md"))}
-    assert linked == {f"docs/{document.name}" for document in (ROOT / "docs").glob("*.md")}
+    documents = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").rglob("*.ipynb")]
+    assert {f"docs/{file.relative_to(ROOT / 'docs')}" for file in documents} - linked == {"docs/index.md"}
 
 
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
