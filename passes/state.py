@@ -29,11 +29,13 @@ class State:
     Attributes:
         adapts: a training loop calls `after_step` through `opt.controller`.
         own_optimizer: training takes the optimizer that `opt.make_optimizer` makes.
+        saved: state files have a part for it.
         overhead: what `after_step` has cost so far, in FLOPs of a full step.
     """
 
     adapts = False
     own_optimizer = False
+    saved = True
 
     @property
     def overhead(self) -> float:

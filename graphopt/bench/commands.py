@@ -102,6 +102,19 @@ def bench_lsp(
     _measure(lambda console: lsp.run(_listed(cases), repeats, console, chart), lsp.show, out, as_json)
 
 
+@bench_app.command("distributed")
+def bench_distributed(
+    models: Models = "",
+    ranks: Annotated[int, typer.Option(min=2, help="That train together.")] = 8,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Bytes that a rank of data parallel training sends per step, counted: exact, selected, compressed, DDP; modelled times."""
+    from graphopt.bench import distributed
+
+    _measure(lambda console: distributed.run(_listed(models), ranks, console), distributed.show, out, as_json)
+
+
 @bench_app.command("budget")
 def bench_budget(
     variants: Annotated[

@@ -140,7 +140,7 @@ def _check_model(saved: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[
 def _plan_state(plan: Plan) -> _PlanState:
     return _PlanState(
         budget=to_plain(plan.budget),
-        passes=[_described(rewrite) for rewrite in plan.passes],
+        passes=[_described(rewrite) for rewrite in plan.passes if not technique(rewrite).communicates],  # on other ranks, too
         train=plan.train,
         selection=plan.selection,
         importance=plan.importance,

@@ -389,7 +389,8 @@ class OptimizedModule(SharedModule):
 
     def _parts(self) -> dict[str, Stateful]:
         """Everything but the plan that has a state."""
-        return {"captures": self._captures, "controllers": self.controllers, **self.states}
+        states = {name: state for name, state in self.states.items() if state.saved}
+        return {"captures": self._captures, "controllers": self.controllers, **states}
 
     def _names(self) -> dict[int, str]:
         """Of parameters and of what optimizers step in their place, by `id`."""

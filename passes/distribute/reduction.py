@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,11 +40,14 @@ class Reduction(State):
         why_after: why the last step averaged after the backward; "" if its graph did.
     """
 
+    saved = False  # other ranks may go on from a state file, or one process
+
     def __init__(self, rewrite: Distribute, opt: OptimizedModule) -> None:
         self.rewrite = rewrite
         self.pending = False
         self.why_after = ""
         self._opt = opt
+        self._name = opt.ranks.same(uuid.uuid4().hex, "starting to train")  # of this training, on all ranks
         self._local = False
         self._plan: tuple[Plan | None, Plan | None] = (None, None)
         self._step: tuple[Any, ...] = (None, None, None)
@@ -119,7 +123,7 @@ class Reduction(State):
         opt = self._opt
         trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
         mine = repr((sizes, sorted(self._outside)))
-        key = hashlib.sha256(repr((opt.plan.key, trained)).encode()).hexdigest()
+        key = hashlib.sha256(repr((self._name, opt.plan.key, trained)).encode()).hexdigest()
         theirs = store_of(group_named(self.rewrite.group)).compare_set(f"graphopt/means/{key}", "", mine).decode()
         if theirs != mine:
             raise RankError(

@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
 from graphopt.passes.distribute.buckets import BYTES, in_buckets
 from graphopt.passes.distribute.rewrite import insert_means
@@ -87,7 +88,7 @@ class Distribute(Technique):
     def decide(
         self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph
     ) -> tuple[tuple[tuple[str, ...], ...], tuple[Any, ...]]:
-        """The buckets; none in a graph that has not all of the gradients, or whose step measures.
+        """The buckets; none in a graph that has not all of the gradients, or sparse ones, or whose step measures.
 
         `reduction` then averages them after the backward, in the same buckets.
         """
@@ -96,7 +97,7 @@ class Distribute(Technique):
             return (), ()
         wanted = mine.wanted(plan.train, {p.name for p in captured.parameters if not p.trainable})
         values = {name: node.meta["val"] for name, node in graph.gradients().items()}
-        if not all(name in values for name in wanted):
+        if not all(name in values and values[name].layout == torch.strided for name in wanted):
             return (), ()
         sized = [(n, (v.dtype, v.device), v.numel() * v.element_size()) for n in wanted for v in [values[n]]]
         return in_buckets(sized, self.bucket_bytes), ()

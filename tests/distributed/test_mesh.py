@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.distributed import work_mesh
 from tests.distributed.spawned import results
+from tests.distributed.work_ddp import BUDGET, joint_batch
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,8 @@ def test_no_sync_gathers_and_the_next_backward_averages_all(ranks: list[dict[str
 
 
 def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:
-    assert {n for n, g in found.items() if g is not None} == {n for n, g in wanted.items() if g is not None}
+    for name in {*found, *wanted}:
+        assert (found.get(name) is None) == (wanted.get(name) is None), name
     for name, gradient in wanted.items():
         if gradient is not None:
             torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance, msg=name)
@@ -126,6 +128,13 @@ def test_compressed_gradients_are_the_mean_compressed(ranks: list[dict[str, Any]
             assert dispatched == counted
 
 
+def test_the_curve_is_that_of_one_process_on_the_joint_batch(ranks: list[dict[str, Any]]) -> None:
+    one = work_mesh.curve(work_mesh.optimised(None, joint_batch(), BUDGET), joint_batch)
+    assert one[-1] < one[0] - 0.1
+    both = [sum(losses) / 2 for losses in zip(*(found["curve"] for found in ranks), strict=True)]
+    assert both == pytest.approx(one, abs=1e-5)
+
+
 def test_what_cannot_be_averaged_is_refused(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert found["group, too"].startswith("InputError: mesh= says")
@@ -133,3 +142,16 @@ def test_what_cannot_be_averaged_is_refused(ranks: list[dict[str, Any]]) -> None
         assert found["other weights"].startswith("InputError: body.0.bias is not the same on ranks 0 and 1")
         assert found["offload"].startswith("PassError: lsp cannot train on several ranks: schedule='layerwise' hands")
         assert found["mismatch"].startswith("RankError: ranks 0 and 1 do not agree on a plan to adopt")
+
+
+def test_under_inductor() -> None:
+    ranks = results(work_mesh.compiled)
+    for found in ranks:
+        (gradients, dispatched), selected, counted = found["selected"]
+        assert_close(gradients, {name: found["ddp"][name] for name in selected})
+        assert sum(dispatched) == counted == bytes_of(found["ddp"], selected)
+        assert found["again"][1] == dispatched
+        dispatched, counted, in_full = found["compressed"]
+        assert dispatched == counted
+        assert 16 * counted <= in_full
+    assert ranks[0]["weights"] == ranks[1]["weights"]

@@ -96,8 +96,21 @@ def work(rank: int) -> dict[str, Any]:
     in_parts(rank, mesh, found)
     freezes(mesh, batch, found)
     compresses(rank, mesh, found)
+    found["curve"] = curve(optimised(mesh, batch, BUDGET), lambda seed: own_batch(rank, seed))
     refuses(rank, mesh, batch, found)
     return found
+
+
+def curve(opt: Any, batch_of: Any) -> list[float]:
+    """Losses of some steps."""
+    optimizer, losses = torch.optim.AdamW(opt.parameters(), lr=1e-2), []
+    for seed in range(1, 9):
+        loss = loss_of(opt(*batch_of(seed)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def bare(wrapped: nn.Module) -> dict[str, Tensor | None]:
@@ -232,3 +245,46 @@ def refuses(rank: int, mesh: Any, batch: Any, found: dict[str, Any]) -> None:
     opt = optimised(mesh, batch, BUDGET)
     other = dataclasses.replace(opt.plan, train=frozenset(sorted(opt.selected)[rank:]))
     found["mismatch"] = error_of(lambda: opt.adopt(other))
+
+
+def stack(width: int = 64, depth: int = 4) -> nn.Module:
+    """Linear layers of one width without biases."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width, bias=False), nn.GELU())))
+
+
+class Squared(nn.Module):
+    """The mean square of a model's output."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).square().mean()
+
+
+def compiled(rank: int) -> dict[str, Any]:
+    """The same with Inductor."""
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    batch = own_batch(rank)
+    plain = DistributedDataParallel(used(model()))
+    loss_of(plain(*batch)).backward()
+    found["ddp"] = bare(plain)
+    opt = optimised(mesh, batch, BUDGET, backend="inductor")
+    found["selected"] = step(opt, batch), sorted(opt.selected), opt.report.communication.bytes
+    found["again"] = step(opt, batch)
+
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+    body = Squared(stack())
+    passes = [Lsp(subspace=16, nonzeros=4)]
+    opt = optimised(mesh, (x,), of=body, passes=passes, backend="inductor")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-3)
+    for _ in range(2):
+        with Counting() as counting:
+            opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found["compressed"] = sum(counting.bytes), opt.report.communication.bytes, sum(p.nbytes for p in body.parameters())
+    found["weights"] = [float(p.detach().double().sum()) for p in body.parameters()]
+    return found
