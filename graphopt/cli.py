@@ -23,9 +23,9 @@ from graphopt.cli_options import (
     Optimizer,
     Quiet,
     make_folder_of,
-    stages_told,
 )
 from graphopt.errors import GraphoptError, InputError
+from graphopt.report.progress import stages_told
 
 app = typer.Typer(
     name="graphopt",

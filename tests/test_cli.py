@@ -222,8 +222,9 @@ def test_stages_are_told_with_their_time_unless_quiet(monkeypatch, capsys, tmp_p
     code, out, err = run(monkeypatch, capsys, *arguments)
     assert code == 0
     told = dict(re.findall(r"^(\w+) +([\d.]+) s$", err, re.M))
-    assert list(told) == ["capture", "importance", "plan", "compile"]
+    assert list(told) == ["capture", "importance", "plan", "compile", "memory"]
     json.loads(out)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, out, err = run(monkeypatch, capsys, *arguments, "--quiet")
     assert code == 0
     assert err == ""

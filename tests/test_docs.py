@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib.util
 import json
 import re
@@ -87,6 +89,22 @@ def test_every_error_has_a_cause_and_a_remedy(name: str) -> None:
     text = getattr(errors, name).__doc__
     assert "\n    Cause: " in text
     assert "\n    Remedy: " in text
+
+
+READERS = {"model", "batch", "loader", "optimizer", "opt", "analysis", "trainer", "args", "data", "collator", "points"}
+"""Names in short examples that are the reader's, or come from the example before."""
+
+
+@pytest.mark.parametrize("file", sorted(DOCS.glob("*.md")), ids=lambda file: file.stem)
+def test_short_examples_need_no_name_that_is_not_the_readers(file: Path) -> None:
+    for text in re.findall(r"^```python\n(.*?)^```$", file.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+        tree = ast.parse(text)
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value is ...], text
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        bound = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        imported = {(a.asname or a.name).partition(".")[0] for n in ast.walk(tree) for a in getattr(n, "names", [])}
+        used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        assert used <= bound | imported | READERS | {"graphopt", "torch"} | set(dir(builtins)), text
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

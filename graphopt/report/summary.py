@@ -22,6 +22,7 @@ from graphopt.planner.pareto import Point
 from graphopt.planner.plan import Plan
 from graphopt.report.html.details import Source, page, with_options
 from graphopt.report.plan import PlanSummary, StepClock, summarise
+from graphopt.report.progress import stages_told, watched
 from graphopt.report.selection import SelectionSummary, summarise_selection
 from graphopt.report.tensors import TensorRow, tensor_rows
 from graphopt.report.text import report_text, verdict
@@ -114,7 +115,8 @@ class Report:
     ) -> str:
         """One page of HTML: blocks, memory over the step, what every budget trains, tensors, techniques with their diffs.
 
-        The page needs no other file and no network. Predicting the memory takes a while, as `graphopt.analyze(...).memory` does.
+        The page needs no other file and no network. To predict the memory of a step that Inductor compiles, its program is
+        generated once more, for full training and for the plan. That takes seconds to minutes; a terminal shows the time.
 
         Args:
             path: a file to write the page to, as well.
@@ -128,7 +130,8 @@ class Report:
         if self._source is None:
             raise GraphoptError(f"there is no graph to draw a page of: {self.verdict} print(report) says what is known.")
         source = with_options(self._source, optimizer, device_memory, front, title)
-        text = page(source, self.to_dict())
+        with stages_told(quiet=not watched()):
+            text = page(source, self.to_dict())
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text

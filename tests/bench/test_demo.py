@@ -147,6 +147,19 @@ def test_the_demo_compares_at_equal_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert given[1] == ["--steps", "5"]
 
 
+def test_each_side_trains_at_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[argparse.Namespace] = []
+
+    def run_every(args: argparse.Namespace, one: Any) -> list[dict]:
+        given.append(args)
+        return [result("full", 0.5), result("budget", 0.6)]
+
+    monkeypatch.setattr(demo, "run_every", run_every)
+    demo.main(["--seconds", "60", "--out", str(tmp_path)])
+    assert (given[0].lr, given[0].budget_lr) == (3e-4, 1e-3)
+    assert (tmp_path / "curves.png").exists()
+
+
 @pytest.mark.parametrize("wrong", [["--steps", "0"], ["--seconds", "0"], ["--seconds", "-1"]])
 def test_a_run_of_no_length_is_refused(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

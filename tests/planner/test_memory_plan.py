@@ -93,6 +93,18 @@ def test_below_what_recomputing_reaches_tensors_are_frozen_and_never_compressed_
     assert float(opt(x)) < before
 
 
+def test_an_optimizer_of_ones_own_that_nobody_was_told_of_steps_what_the_limit_leaves() -> None:
+    model, x = tower(64)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=600_000), backend="aot_eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    opt(x).backward()
+    optimizer.step()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == set(opt.selected)
+    assert moved
+
+
 def test_gradients_are_compressed_as_far_as_the_limit_needs_where_that_was_asked_for() -> None:
     def optimized(memory: int | str) -> tuple[nn.Module, Tensor, graphopt.OptimizedModule]:
         model, x = tower(64)

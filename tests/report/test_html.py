@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.compat import new_fake_mode
 from graphopt.errors import GraphoptError
 from graphopt.report.html.model import model_page
+from graphopt.report.progress import stages_told
 from graphopt.report.units import in_bytes
 from tests import zoo
 from tests.report.browser import visit
@@ -105,6 +107,20 @@ def test_the_page_of_an_optimised_model(optimised: tuple[graphopt.OptimizedModul
     assert found["first"] == sorted(found["first"], key=str.lower)
     assert found["lines"] >= 5
     assert len(page) < 300_000
+
+
+def test_predicting_the_memory_is_told_where_somebody_looks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, inputs = zoo.make("mlp", 4)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    for seen in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda seen=seen: seen)
+        opt.report.to_html()
+        assert len(re.findall(r"memory +\d+\.\d s\n", capsys.readouterr().err)) == seen
+    with stages_told(quiet=False):  # as a command does, around the same
+        opt.report.to_html()
+    assert len(re.findall(r"memory +\d+\.\d s\n", capsys.readouterr().err)) == 1
 
 
 def test_the_page_of_a_model_has_other_batches_and_the_front(analysed: tuple[graphopt.Analysis, str], tmp_path: Path) -> None:

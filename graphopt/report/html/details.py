@@ -26,6 +26,7 @@ from graphopt.report.html.plans import solved_plans
 from graphopt.report.html.structure import structure
 from graphopt.report.html.techniques import techniques
 from graphopt.report.units import in_bytes, in_flops, in_percent, in_seconds
+from graphopt.runtime.stages import stage
 
 VERSION = importlib.metadata.version("graphopt")
 
@@ -97,7 +98,8 @@ def _profiles(source: Source, rewritten: TrainingGraph) -> tuple[list[tuple[str,
     if source.plan.passes:
         graphs.append(("this plan", rewritten))
     try:
-        return [(label, step_memory(graph, source.backend, source.optimizer)) for label, graph in graphs], ""
+        with stage("memory"):
+            return [(label, step_memory(graph, source.backend, source.optimizer)) for label, graph in graphs], ""
     except GraphoptError as error:
         return [], f"The memory of a step cannot be predicted: {first_line(error)}"
 

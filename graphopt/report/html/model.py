@@ -54,8 +54,7 @@ def model_page(
         with stage("plan"):
             points = trade_offs(graph, plan.importance, MemoryLimit(0, backend, optimizer))
     source = Source(graph, plan, flops, backend, optimizer, device_memory, points, title)
-    with stage("memory"):
-        return page(source, _report(graph, flops, plan, backend))
+    return page(source, _report(graph, flops, plan, backend))
 
 
 def _report(graph: TrainingGraph, flops: FlopProfile, plan: Plan, backend: str) -> dict[str, Any]:
