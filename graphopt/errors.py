@@ -5,6 +5,7 @@ class GraphoptError(Exception):
     """Base of all errors that graphopt raises on purpose.
 
     Cause: one of the classes below; `except graphopt.GraphoptError` catches all of them.
+
     Remedy: the message has it. The model is as it was before the call.
     """
 
@@ -13,6 +14,7 @@ class BudgetError(GraphoptError, ValueError):
     """A budget that is malformed, that no pass serves, or that cannot be met.
 
     Cause: a value outside its range, `passes=` without one that can save what the budget asks for, or less than a step can cost.
+
     Remedy: the message names the smallest value that can be met, or the pass to add.
     """
 
@@ -21,6 +23,7 @@ class InputError(GraphoptError, ValueError):
     """Example or training inputs that graphopt cannot use.
 
     Cause: no `torch.nn.Module`, no batch, an unknown option, a config or a file that cannot be read.
+
     Remedy: pass a batch as `model` takes it, a tuple for `model(*batch)` or a dict for `model(**batch)`, labels included.
     """
 
@@ -29,6 +32,7 @@ class LossNotFirst(InputError):
     """The first output of a model is no loss, where its loss alone was to be kept.
 
     Cause: `optimize(outputs="loss")` of a model whose first output is no scalar that can be differentiated.
+
     Remedy: return the loss first, or leave `outputs=` out.
     """
 
@@ -37,6 +41,7 @@ class OutputError(GraphoptError, AttributeError):
     """An output was read that a step did not keep.
 
     Cause: `optimize(outputs="loss")` keeps the loss alone in training.
+
     Remedy: read the output under `torch.no_grad()`, where all outputs are there, or leave `outputs=` out.
     """
 
@@ -45,6 +50,7 @@ class BatchError(InputError):
     """Inputs whose batch dimensions disagree.
 
     Cause: the first dimensions of the inputs have different sizes.
+
     Remedy: `batch_dim=` names the dimension for each input, or None for one without a batch.
     """
 
@@ -53,6 +59,7 @@ class CaptureError(GraphoptError, RuntimeError):
     """The model could not be traced to a joint forward and backward graph.
 
     Cause: nothing to train, an operation that torch.compile refuses, or, with `fullgraph=True`, a graph break.
+
     Remedy: the message names the line of the model and what to write there; without `fullgraph=True`, parts are planned together.
     """
 
@@ -62,6 +69,7 @@ class NothingToPlan(CaptureError):
 
     Cause: `torch.compiler.disable` around the model, or no tensor that needs a gradient in what is traced. `optimize` warns and
         trains the model as torch.compile has it; `analyze`, `plan` and `fit` raise this.
+
     Remedy: analyse the part of the model that is traced.
     """
 
@@ -70,6 +78,7 @@ class PassError(GraphoptError, ValueError):
     """An unknown pass, a pass applied out of contract, or a rewrite that fails verification.
 
     Cause: a name that is none, techniques that do not go together, or a pass of your own that breaks what it promises.
+
     Remedy: the message lists the names, or says which pass to leave out, or what the pass changed.
     """
 
@@ -78,6 +87,7 @@ class ImportanceError(GraphoptError, ValueError):
     """Importance could not be measured, or is not finite.
 
     Cause: gradients on the example batch that are NaN or infinite, or an optimizer that holds none of the tensors.
+
     Remedy: pass a batch of the training data and the optimizer that trains them, or `GreenTrainer(rule="capacity")`, which needs
         no gradients.
     """
@@ -87,6 +97,7 @@ class NoLoss(ImportanceError):
     """The model returns no loss that importance could be measured by.
 
     Cause: the example batch has no labels, or the loss is computed outside of the model.
+
     Remedy: add the labels, or pass `loss=`, a function from the model's output to the loss.
     """
 
@@ -95,6 +106,7 @@ class CheckpointError(GraphoptError, RuntimeError):
     """A checkpoint could not be written.
 
     Cause: no room, or no right to write there. What was there before is as it was.
+
     Remedy: make room, or save to another folder.
     """
 
@@ -103,6 +115,7 @@ class RankError(GraphoptError):
     """The processes that train together do not agree, or one of them failed or is missing.
 
     Cause: a call that was not made on every rank or with other arguments, or an error on another rank.
+
     Remedy: call `optimize`, `reselect`, `adopt` and `load_state` on all ranks; see the named rank's own error.
     """
 
@@ -111,6 +124,7 @@ class TorchVersionError(GraphoptError, ImportError):
     """The installed torch is outside the supported range.
 
     Cause: graphopt uses torch APIs that are not public, which it knows of some versions alone.
+
     Remedy: install the version that the message names.
     """
 

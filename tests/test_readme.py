@@ -57,7 +57,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_targets_of_the_readme_are_there() -> None:
-    """Their commands are looked up here and not run: `make test` is what runs this. tests/e2e/test_fresh_machine.py runs them."""
+    """Their commands are looked up here and not run: `make test` is what runs this. tests/fresh_machine.py runs them."""
     for line in TARGETS[0].splitlines():
         command = [*line.partition("#")[0].split(), "-n"]
         assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
