@@ -74,6 +74,10 @@ class NothingToPlan(CaptureError):
     """
 
 
+class RerunError(GraphoptError, RuntimeError):
+    """A step would have to run again for an output that was not expected to be differentiated, and cannot."""
+
+
 class PassError(GraphoptError, ValueError):
     """An unknown pass, a pass applied out of contract, or a rewrite that fails verification.
 

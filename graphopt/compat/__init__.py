@@ -12,7 +12,7 @@ the last two are found here, too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -102,6 +102,31 @@ def require_supported_torch(version: str = torch.__version__) -> None:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Say that a tensor's values are those that it had when it was changed `version` times."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def wrap_backward(node: Any, run: Callable[[Any, Callable[..., Any], list[Any]], Any]) -> None:
+    """Have all autograd nodes of a Python function run their backward by way of `run`.
+
+    Args:
+        node: one of them.
+        run: (node, its own backward, gradients of its outputs) -> gradients of its inputs. It calls own(node, gradients), where
+            absent gradients are None, or not at all.
+    """
+    function = node._forward_cls
+    own = function.backward
+
+    def unboxed(node: Any, *gradients: Any) -> Any:  # torch 2.11 and 2.12
+        return run(node, lambda node, gradients: own(node, *gradients), list(gradients))
+
+    def boxed(node: Any, gradients: list[Any]) -> Any:
+        return run(node, own, gradients)
+
+    function.backward = staticmethod(boxed if getattr(function, "boxed_grads_call", False) else unboxed)
+
+
+def keeps_graph() -> bool:
+    """In a backward: whether there may be another (`retain_graph=True`)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 @contextlib.contextmanager

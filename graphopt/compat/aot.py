@@ -28,6 +28,10 @@ GraphCompiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 """From a forward or backward graph and its (fake) inputs to what runs it."""
 
 
+ABSENT = "graphopt_absent"
+"""In the `meta` of a tangent of a joint graph: no gradient comes, the backward is called with None in its place."""
+
+
 @dataclass(frozen=True)
 class Hooks:
     """What is done with a joint graph on its way through AOTAutograd.
@@ -39,6 +43,7 @@ class Hooks:
         failed: called with why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
         depends_on_data: `rewrite` looks at values, which no key can tell: AOTAutograd's cache is not asked.
+        functions: of our own that Dynamo's graph may call; torch's caches on disk may hold graphs with them.
     """
 
     rewrite: Rewrite | None
@@ -47,6 +52,7 @@ class Hooks:
     failed: Callable[[Exception], None]
     key: str
     depends_on_data: bool = False
+    functions: Sequence[Callable[..., Any]] = ()
 
 
 def compile_plainly(module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler) -> Callable[..., Any]:
@@ -71,7 +77,9 @@ def compile_joint(
     from torch._inductor.compile_fx import compile_fx
 
     cached = {"enable_autograd_cache": False} if hooks.depends_on_data else {}
-    with _tracing(module), config.patch(custom_partitioner_fn=_Partitioner(hooks)), torch._functorch.config.patch(cached):
+    known = {**config.unsafe_marked_cacheable_functions, **{f"{f.__module__}.{f.__name__}": hooks.key for f in hooks.functions}}
+    patched = config.patch(custom_partitioner_fn=_Partitioner(hooks), unsafe_marked_cacheable_functions=known)
+    with _tracing(module), patched, torch._functorch.config.patch(cached):
         if compiler != "inductor":
             return _without_inductor(module, examples, compiler, hooks)
         if hooks.rewrite is None:
@@ -200,6 +208,9 @@ class _Partitioner(CustomPartitionerFn):
                     device = values[0].device
                     joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=device)
             forward, backward = min_cut(joint, inputs, **options)
+        for node in backward.graph.find_nodes(op="placeholder"):
+            if node.meta.get(ABSENT):
+                node.meta = {**node.meta, "val": None}
         self.hooks.halves(forward, backward)
         return forward, backward
 

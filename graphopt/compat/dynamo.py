@@ -24,10 +24,24 @@ def compiled_by(call: Callable[..., Any], backend: Any, fullgraph: bool) -> Call
         backend: called by Dynamo with each graph and its example inputs.
     """
     compile_: Any = torch.compile
-    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph}
+    options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "options": {"guard_filter_fn": _needed}}
     if _isolates():
         options |= {"isolate_recompiles": True, "recompile_limit": COMPILATIONS}
     return compile_(call, **options)
+
+
+_NEVER_CHANGE = (
+    "__import_graphopt_dot_frontend_",
+    "__import_torch_dot_utils_dot__pytree",
+    "__import__('torch').utils._pytree",
+    "__import_torch_dot__dynamo_dot_polyfills",
+)
+"""Modules of graphopt and torch whose functions nobody replaces; Dynamo would look at each in every call."""
+
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """Which guards are to be kept."""
+    return [not any(part in guard.name for part in _NEVER_CHANGE) for guard in guards]
 
 
 class Settings:

@@ -20,6 +20,7 @@ from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, first_line
 from graphopt.frontend.compiled_region import CompiledRegion, Host
 from graphopt.frontend.history import needs_gradient
+from graphopt.frontend.outputs import answer, are_only_returned, give_backward, node_of, without_backward
 from graphopt.frontend.region import Region, region_of
 from graphopt.frontend.rewriting import hooks_for
 from graphopt.graph import ancestors
@@ -69,7 +70,9 @@ class PlanBackend:
         host.compiled(found)
         trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned())]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
-        return _Made(found, run, _sources(found, trained) if cuts else ())
+        parameters = {p.name for p in region.parameters}
+        read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] in (None, *parameters)]
+        return _Made(found, run, _sources(found, trained) if cuts else (), read)
 
     def needless(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Positions of inputs that require a gradient, but only for what the plan does not train, or for nothing at all."""
@@ -86,12 +89,31 @@ class PlanBackend:
         names = host.names().get(id(leaf), ())
         return not names or self.plan.trains(names[0], host.planned())
 
+    @staticmethod
+    def _is_whole(module: fx.GraphModule, host: Host, values: Sequence[Any]) -> bool:
+        """Whether a graph of Dynamo's computes outputs without a backward all by itself, so that it can run again for them.
+
+        It must be the first of its call, and what it differentiates be leaves and the call's arguments: all else may have been
+        computed before it.
+        """
+        if host.begun or not are_only_returned(module):
+            return False
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), values, strict=True):
+            tensor = node.meta.get("example_value") if value is None else value
+            differentiated = isinstance(tensor, Tensor) and tensor.requires_grad
+            if differentiated and (value is None or not value.is_leaf) and not host.is_given(tensor):
+                return False
+        return True
+
     def _compile(
         self, module: fx.GraphModule, examples: Sequence[Any], found: CompiledRegion, host: Host, values: Sequence[Any]
     ) -> Callable[..., Any]:
         """The region under the plan; as torch.compile has it where that fails; in eager mode where that fails, too."""
+        if not self._is_whole(module, host, values):
+            give_backward(module)
         if not differentiates(module):
             return compile_plainly(module, examples, self.backend)
+        found.unasked = without_backward(module)
         copy = graph_module(module, copied(module.graph))  # compiling changes it
         host.check(self.plan)
         hooks = hooks_for(self.plan, found, self.host, values)
@@ -102,6 +124,8 @@ class PlanBackend:
             try:  # all of it came from torch's cache on disk: for reports it is traced once more
                 joint, num_forward = joint_graph(graph_module(copy, copied(copy.graph)), examples)
             except CaptureError:  # no output depends on what requires a gradient
+                found.unasked = ()
+                give_backward(copy)
                 return compile_plainly(copy, examples, self.backend)
             (hooks.rewrite or hooks.see)(joint, num_forward)
             found.again = functools.partial(split_again, copy, list(examples), hooks)
@@ -113,6 +137,8 @@ class PlanBackend:
             host.note(f"a part of the model could not be compiled under the plan ({why}); it runs as torch.compile has it")
         host.drop_unselected()
         found.graph, found.halves, found.reports, found.gated, found.reduced = None, None, (), False, True
+        found.unasked = ()
+        give_backward(copy)
         try:
             return compile_plainly(graph_module(copy, copied(copy.graph)), examples, self.backend)
         except Exception as error:
@@ -122,18 +148,34 @@ class PlanBackend:
         return copy
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Made:
     """A compiled region.
 
     Attributes:
         run: what computes it.
         sources: by output that reads no parameter that is trained, the inputs that it reads.
+        read: positions of its inputs that are tensors and no buffers.
     """
 
     region: CompiledRegion
     run: Callable[..., Any]
     sources: Sequence[tuple[int, tuple[int, ...]]]
+    read: Sequence[int]
+    _answers: bool = False
+
+    def node_of(self, outputs: Sequence[Any], args: Sequence[Any]) -> Any:
+        """See `graphopt.frontend.outputs.node_of`; it answers gradients of outputs without a backward."""
+        region = self.region
+        if self._answers:
+            return outputs[region.unasked[0]].grad_fn
+        node = node_of(outputs, args, region.unasked)
+        region.unasked = tuple(i for i in region.unasked if node is not None and outputs[i].grad_fn is node)
+        if node is not None:
+            assert region.graph is not None
+            answer(node, outputs, region.unasked, sum(desc.kind == "tangent" for desc in region.graph.inputs))
+            self._answers = True
+        return node
 
 
 def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
@@ -163,7 +205,8 @@ class _Regions:
     """What Dynamo runs in the place of a graph.
 
     Dynamo runs one graph for all layers that look alike, each with its own parameters. But a plan may train one and cut the
-    other: so what is compiled is found by the names of the parameters that come.
+    other: so what is compiled is found by the names of the parameters that come. And a graph may come after others in one call,
+    and by itself in another, which matters to outputs without a backward.
     """
 
     def __init__(
@@ -174,40 +217,43 @@ class _Regions:
         self.placeholders = placeholders
         self._held = [i for i, value in enumerate(values) if isinstance(value, nn.Parameter)]
         self._numbers = [i for i, node in enumerate(placeholders) if isinstance(node.meta.get("example_value"), SymInt)]
-        needless = first.region.needless
-        self._known: dict[Hashable, _Made] = {(tuple(id(values[i]) for i in self._held), needless): first}
-        self._by_names: dict[Hashable, _Made] = {(first.region.region.names, needless): first}
+        self._asks = bool(without_backward(module))
+        kind = first.region.needless, self._asks and backend.host().begun
+        self._known: dict[Hashable, _Made] = {(tuple(id(values[i]) for i in self._held), kind): first}
+        self._by_names: dict[Hashable, _Made] = {(first.region.region.names, kind): first}
 
     def __call__(self, *args: Any) -> Any:
-        needless = self.backend.needless(args)
-        made = self._known.get((tuple([id(args[i]) for i in self._held]), needless))
-        if made is None:
-            made = self._other(args, needless)
         host = self.backend.host()
+        kind = self.backend.needless(args), self._asks and host.begun
+        made = self._known.get((tuple([id(args[i]) for i in self._held]), kind))
+        if made is None:
+            made = self._other(args, kind)
         host.ran(made.region)
         if self._numbers:
             made.region.sizes = tuple([args[i] for i in self._numbers])
-        if host.modes:
-            with observed_by(host.modes):
-                outputs = made.run(*args)
-        else:
-            outputs = made.run(*args)
-        if not made.sources:
-            return outputs
-        outputs = list(outputs)
-        for i, read in made.sources:  # where nothing is trained up to here, what comes after need not pass a gradient on
-            value = outputs[i]
-            differentiable = isinstance(value, Tensor) and value.grad_fn is not None
-            if differentiable and not any(
-                isinstance(args[k], Tensor) and args[k].requires_grad and k not in needless for k in read
-            ):
-                outputs[i] = value.detach()
-        return tuple(outputs)
+        if not made.region.unasked:
+            return _cut(made, self._run(made, args, host), args)
+        tensors = [args[i] for i in made.read]
+        versions = [tensor._version for tensor in tensors]
+        outputs = self._run(made, args, host)
+        node = made.node_of(outputs, args)
+        outputs = _cut(made, outputs, args)
+        if node is not None:
+            node.set_materialize_grads(False)
+            host.returned(made.region, node, outputs, tensors, versions)
+        return outputs
 
-    def _other(self, args: tuple[Any, ...], needless: tuple[int, ...]) -> _Made:
-        """The region for other parameters than those that are known, or other needless gradients."""
+    @staticmethod
+    def _run(made: _Made, args: tuple[Any, ...], host: Host) -> Any:
+        if not host.modes:
+            return made.run(*args)
+        with observed_by(host.modes):
+            return made.run(*args)
+
+    def _other(self, args: tuple[Any, ...], kind: tuple[tuple[int, ...], bool]) -> _Made:
+        """The region for other parameters than those that are known, or of another kind."""
         region = region_of(self.placeholders, args, self.backend.host().names())
-        key: Hashable = (region.names, needless)
+        key: Hashable = (region.names, kind)
         made = self._by_names.get(key)
         if made is None:  # Dynamo's guards hold for it, but sizes may be symbols there and are numbers here
             key = (key, tuple(tuple(a.shape) if isinstance(a, Tensor) else a for a in args))
@@ -215,6 +261,20 @@ class _Regions:
         if made is None:
             module = graph_module(self.module, copied(self.module.graph))
             made = self._by_names[key] = self.backend._made(module, args, region, args)
-        if key == (region.names, needless):
-            self._known[tuple([id(args[i]) for i in self._held]), needless] = made
+        if key == (region.names, kind):
+            self._known[tuple([id(args[i]) for i in self._held]), kind] = made
         return made
+
+
+def _cut(made: _Made, outputs: Any, args: tuple[Any, ...]) -> Any:
+    """The outputs of a region; where nothing is trained up to one, what comes after it need not pass a gradient on."""
+    if not made.sources:
+        return outputs
+    outputs = list(outputs)
+    for i, read in made.sources:
+        value = outputs[i]
+        differentiable = isinstance(value, Tensor) and value.grad_fn is not None
+        needless = made.region.needless
+        if differentiable and not any(isinstance(args[k], Tensor) and args[k].requires_grad and k not in needless for k in read):
+            outputs[i] = value.detach()
+    return tuple(outputs)

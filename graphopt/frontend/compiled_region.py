@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from torch import SymInt, fx
+from torch import SymInt, Tensor, fx
 
 from graphopt.compat import expression
 from graphopt.frontend.region import Region
@@ -14,6 +14,27 @@ from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a region's outputs are among the leaves of what the model returns.
+
+    Attributes:
+        loss: which output is the first leaf; None: none is.
+        unasked: of each output without a backward: its position, its number among the autograd node's outputs, and the leaf's.
+    """
+
+    loss: int | None
+    unasked: tuple[tuple[int, int, int], ...]
+
+    @staticmethod
+    def of(region: CompiledRegion, outputs: Sequence[Any], node: Any, leaves: Sequence[Any]) -> Places:
+        """Find them after a run: `outputs` are the region's, made by the autograd node."""
+        found = [next((k for k, leaf in enumerate(leaves) if leaf is output), None) for output in outputs]
+        own = [i for i in region.unasked if outputs[i].grad_fn is node]  # others were cut
+        unasked = [(i, outputs[i].output_nr, k) for i in own if (k := found[i]) is not None]
+        return Places(found.index(0) if 0 in found else None, tuple(unasked))
 
 
 @dataclass(eq=False)
@@ -32,6 +53,8 @@ class CompiledRegion:
         sampled_part: see `Plan.sampled_part`.
         reduced: the plan's approximations could not be carried out.
         needless: positions of its inputs that require a gradient which leads to nothing that is trained.
+        unasked: positions of its outputs that have no backward; see `graphopt.frontend.outputs`.
+        places: where its outputs are in what the model returns; None until it has returned.
         gated: it waits by itself for what is still to be done to its weights; see `graphopt.passes.lsp.offload_nodes`.
     """
 
@@ -47,6 +70,8 @@ class CompiledRegion:
     reduced: bool = False
     gated: bool = False
     needless: tuple[int, ...] = ()
+    unasked: tuple[int, ...] = ()
+    places: Places | None = None
 
     def graph_of_last_run(self) -> TrainingGraph | None:
         """`graph`, with the sizes of the last run in the place of those that it was compiled with."""
@@ -62,11 +87,13 @@ class Host(Protocol):
 
     Attributes:
         modes: that watch operators; see `observed_by`.
+        begun: another region has run in the call under way.
         settled: nothing is expected to be compiled; if something is after all, `Unsettled` has the host prepare for it.
         values: that passes have graphs exchange with Python.
     """
 
     modes: Sequence[Any]
+    begun: bool
     settled: bool
     values: Values
 
@@ -86,6 +113,10 @@ class Host(Protocol):
         """Which dimension of each value is the batch, among the tensors of the call under way."""
         ...
 
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an argument of the call under way."""
+        ...
+
     def check(self, plan: Plan) -> None:
         """Raise what the user has to know before anything is compiled under a plan."""
         ...
@@ -96,6 +127,17 @@ class Host(Protocol):
 
     def ran(self, region: CompiledRegion) -> None:
         """Called with a region that runs."""
+        ...
+
+    def returned(
+        self, region: CompiledRegion, node: Any, outputs: Sequence[Any], tensors: Sequence[Tensor], versions: Sequence[int]
+    ) -> None:
+        """Called with the outputs of a region of which some have no backward.
+
+        Args:
+            node: of autograd, which wants an `ask`; see `graphopt.frontend.outputs.answer`.
+            tensors: that the region took, without buffers; and their versions before it ran.
+        """
         ...
 
     def drop_unselected(self) -> None:

@@ -2,8 +2,9 @@
 
 A model returns its loss and its logits; training differentiates the loss alone. AOTAutograd would make a tensor of zeros for the
 gradient of the logits, and give zeros to parameters that only the logits depend on, where eager mode leaves None. So what is
-compiled differentiates the first output alone, if that is a scalar. Whoever differentiates another has the step run again for
-it, once; later steps are compiled for what was asked for.
+compiled has a backward for the first output alone, if that is a scalar. The others are outputs of the same autograd node, whose
+gradients are absent. Where one of them comes after all, the step runs again for it, once; later steps are compiled for what was
+asked for.
 """
 
 from __future__ import annotations
@@ -12,126 +13,137 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.autograd.function import BackwardCFunction
 
-from graphopt.compat import pytree
-from graphopt.errors import GraphoptError, OutputError
-from graphopt.transforms.symbolic_zeros import named_otherwise
+from graphopt.compat import keeps_graph, pytree, wrap_backward
+from graphopt.errors import RerunError
 
-Rerun = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor | None]]
-"""From positions among the outputs' leaves, and their gradients, to the gradients of the anchors; see `reattached`."""
+_AGAIN = (
+    "an output of a step was differentiated after the backward through its loss, which has freed what is needed for that: "
+    "differentiate both in one backward, or the first with retain_graph=True."
+)
 
 
-def detached(output: Any, attached: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
-    """Within what Dynamo traces: the output with the leaves detached that are not `attached`, and their positions.
+class _Unasked(torch.autograd.Function):
+    """The identity, whose backward passes nothing on."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+_flatten, _unflatten = pytree.tree_flatten, pytree.tree_unflatten  # by these names Dynamo guards less than by the module's
+
+
+@torch.compiler.allow_in_graph
+def unasked(output: Tensor) -> Tensor:
+    """An output that requires a gradient, but has no backward; one node of Dynamo's graph, by which a backend finds it."""
+    return _Unasked.apply(output)  # type: ignore[no-any-return]
+
+
+def with_backward(output: Any, expected: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
+    """Within what Dynamo traces: the output, without a backward for the leaves that are not `expected`, and their positions.
 
     An output that does not begin with a scalar is left as it is: no output can be taken for the loss.
     """
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = _flatten(output)
     if len(leaves) < 2 or not isinstance(leaves[0], Tensor) or leaves[0].dim() > 0 or not leaves[0].requires_grad:
         return output, ()
-    positions = tuple(i for i, leaf in enumerate(leaves) if i not in attached and isinstance(leaf, Tensor) and leaf.requires_grad)
+    positions = tuple(i for i, leaf in enumerate(leaves) if i not in expected and isinstance(leaf, Tensor) and leaf.requires_grad)
     for i in positions:
-        leaves[i] = leaves[i].detach()
-    return pytree.tree_unflatten(leaves, spec), positions
+        leaves[i] = unasked(leaves[i])
+    return _unflatten(leaves, spec), positions
 
 
-class NotKept:
-    """Stands for an output that a step did not keep; whatever is done with it but printing raises `OutputError`."""
-
-    def __init__(self, place: str) -> None:
-        self.__dict__["_place"] = place
-
-    def __repr__(self) -> str:
-        return f"<{self._place} was not kept: outputs='loss'>"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of Python's own protocols, which ask whether it has such a method
-            raise AttributeError(name)
-        raise self._error()
-
-    def _error(self) -> OutputError:
-        return OutputError(
-            f"{self._place} of the model was not kept, since it was optimised with outputs='loss'. For outputs in training leave "
-            "that out; to evaluate, call the optimised model under torch.no_grad()."
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, NotKept))._error()
+def without_backward(module: fx.GraphModule) -> tuple[int, ...]:
+    """Positions of the outputs of a graph of Dynamo's that have no backward."""
+    results: Sequence[Any] = module.graph.output_node().args[0]  # type: ignore[assignment]
+    return tuple(i for i, result in enumerate(results) if isinstance(result, fx.Node) and result.target is unasked)
 
 
-def _refused(self: NotKept, *args: Any, **kwargs: Any) -> Any:
-    raise self._error()
+def are_only_returned(module: fx.GraphModule) -> bool:
+    """Whether no operator of a graph of Dynamo's reads an output that has no backward, and there is one."""
+    found = module.graph.find_nodes(op="call_function", target=unasked)
+    return bool(found) and all(user.op == "output" for node in found for user in node.users)
 
 
-_OPERATIONS = (
-    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and rand or ror xor rxor "
-    "neg pos abs invert lt le gt ge eq ne bool int float complex index len iter contains getitem setitem delitem call setattr "
-    "array"
-)
-for _name in _OPERATIONS.split():
-    setattr(NotKept, f"__{_name}__", _refused)
-NotKept.__hash__ = object.__hash__  # type: ignore[method-assign]
+def give_backward(module: fx.GraphModule) -> None:
+    """Have every output of a graph of Dynamo's be differentiable, as torch.compile has it."""
+    for node in module.graph.find_nodes(op="call_function", target=unasked):
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+    module.recompile()
 
 
-def loss_alone(output: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """Within what Dynamo traces: the output with a text for every tensor but the loss, and their positions among the leaves.
+def node_of(outputs: Sequence[Any], inputs: Sequence[Any], unasked: Sequence[int]) -> Any:
+    """The autograd node of a compiled graph that has just run, by its outputs without a backward; None if they are not its own.
 
-    None in the place of positions: it does not begin with a scalar that could be the loss.
+    Where such an output shares its memory with an input or another output, autograd itself knows its gradient: AOTAutograd
+    returns it as a view.
     """
-    leaves, spec = pytree.tree_flatten(output)
-    if not leaves or not isinstance(leaves[0], Tensor) or leaves[0].dim() > 0 or not leaves[0].requires_grad:
-        return output, None
-    if named_otherwise(output, leaves[0]):
-        return output, None
-    positions = tuple(i for i, leaf in enumerate(leaves) if i > 0 and isinstance(leaf, Tensor))
-    for i in positions:
-        leaves[i] = "not kept"  # not None, which some containers leave out
-    return pytree.tree_unflatten(leaves, spec), positions
+    for i in unasked:
+        if isinstance(outputs[i].grad_fn, BackwardCFunction) and all(outputs[i] is not given for given in inputs):
+            return outputs[i].grad_fn
+    return None
 
 
-def not_kept(output: Any, positions: Sequence[int]) -> Any:
-    """What `loss_alone` has left, with what says so in the place of the rest."""
-    if not positions:
-        return output
-    paths, spec = pytree.tree_flatten_with_path(output)
-    leaves = [leaf for _, leaf in paths]
-    for i in positions:
-        leaves[i] = NotKept(f"output {pytree.keystr(paths[i][0])}")
-    return pytree.tree_unflatten(leaves, spec)
+def answer(node: Any, outputs: Sequence[Any], unasked: Sequence[int], tangents: int) -> None:
+    """Have the autograd nodes of a compiled graph answer gradients of outputs without a backward: by `ask`, an attribute of each.
 
-
-def reattached(leaves: list[Any], positions: Sequence[int], anchors: Sequence[Tensor], rerun: Rerun) -> list[Any]:
-    """An output's leaves, those at `positions` differentiable again, through `rerun`.
+    Nodes are not to be given zeros for absent gradients (`set_materialize_grads(False)`).
 
     Args:
-        anchors: tensors that require a gradient and that those leaves may depend on.
+        node: one of them.
+        outputs: of the graph in the run that made it; those at the positions `unasked` have no backward.
+        tangents: how many gradients the compiled backward takes beside theirs.
     """
-    found = _Reattached.apply(rerun, tuple(positions), *(leaves[i] for i in positions), *anchors)
-    for i, leaf in zip(positions, found, strict=True):
-        leaves[i] = leaf
-    return leaves
+    absent = tuple(outputs[i].output_nr for i in unasked if outputs[i].grad_fn is node)
+    others = [out for i, out in enumerate(outputs) if i not in unasked and isinstance(out, Tensor) and out.grad_fn is node]
+    expected = sorted({out.output_nr for out in others})
+    if len(expected) < tangents:  # some are of none of these outputs, such as of an input that is changed
+        expected = [i for i in range(len(node._input_metadata)) if i not in absent]
+
+    def run(node: Any, own: Callable[..., Any], gradients: list[Tensor | None]) -> Any:
+        for i in absent:
+            if gradients[i] is not None:
+                return asked(node, own, gradients)
+        for i in expected:
+            if gradients[i] is None:
+                _materialize(node, gradients, i)
+        found = own(node, gradients)
+        if not keeps_graph():
+            node.ask = None
+        return found
+
+    def asked(node: Any, own: Callable[..., Any], gradients: list[Tensor | None]) -> Any:
+        """With the gradients of outputs without a backward."""
+        ask = node.ask
+        if ask is None:
+            raise RerunError(_AGAIN)
+        wanted = {i: g for i in absent if (g := gradients[i]) is not None}
+        for i in absent:
+            gradients[i] = None
+        found: list[Tensor | None] = [None] * len(node.needs_input_grad)
+        if any(gradients[i] is not None for i in expected):
+            found = list(run(node, own, gradients))
+        elif not keeps_graph():
+            node.ask = None
+        more = ask(node, wanted)  # last: it changes what is computed later, and for `own` a checkpoint may repeat this step
+        for i, other in zip([i for i, is_needed in enumerate(node.needs_input_grad) if is_needed], more, strict=True):
+            mine = found[i]
+            if other is not None:
+                found[i] = other if mine is None else mine + other
+        return tuple(found)
+
+    wrap_backward(node, run)
 
 
-class _Reattached(torch.autograd.Function):
-    """Gives outputs a history that is made when somebody asks for it."""
-
-    @staticmethod
-    def forward(ctx: Any, rerun: Rerun, positions: tuple[int, ...], *tensors: Tensor) -> Any:
-        ctx.rerun, ctx.positions = rerun, positions
-        ctx.save_for_backward(*tensors[len(positions) :])  # refuses a backward after they were changed in place
-        ctx.set_materialize_grads(False)
-        return tensors[: len(positions)]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        if torch.is_grad_enabled():
-            raise GraphoptError(
-                "gradients of gradients (create_graph=True) cannot be computed through an optimised step: compute what needs "
-                "them, such as a gradient penalty, with the model itself."
-            )
-        assert ctx.saved_tensors is not None
-        present = [(i, g) for i, g in zip(ctx.positions, gradients, strict=True) if g is not None]
-        found = ctx.rerun([i for i, _ in present], [g for _, g in present]) if present else [None] * len(ctx.saved_tensors)
-        return (None, None, *(None for _ in ctx.positions), *found)
+def _materialize(node: Any, gradients: list[Tensor | None], i: int) -> None:
+    """Zeros for an absent gradient, as torch.compile has it."""
+    like = node._input_metadata[i]
+    gradients[i] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)

@@ -16,6 +16,7 @@ import torch
 from torch import SymInt, Tensor, fx, nn
 
 from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
+from graphopt.compat.aot import ABSENT
 from graphopt.compat.dynamo import source_of, traced_size
 from graphopt.graph import Parameter, TrainingGraph
 from graphopt.transforms.canonicalize import normalise
@@ -172,6 +173,32 @@ def write_mutations(graph: TrainingGraph, num_outputs: int) -> None:
         node.meta = {"val": target.meta["val"], "partitioner_tag": "must_be_in_forward"}
     graph.outputs = graph.outputs[:num_outputs]
     graph.module.recompile()
+
+
+def take_tangents_out(graph: TrainingGraph, unasked: Sequence[int]) -> list[tuple[int, fx.Node]]:
+    """Take the tangents of outputs without a backward out of a graph, since passes are to know nothing of them.
+
+    Args:
+        unasked: positions of those outputs.
+    Returns:
+        The position among the placeholders, and the node, of each.
+    """
+    absent = {InputDesc("tangent", OutputDesc("output", i)) for i in unasked}
+    found = [(i, node) for i, (d, node) in enumerate(zip(graph.inputs, graph.placeholders, strict=True)) if d in absent]
+    for _, node in found:
+        graph.graph.erase_node(node)
+    graph.inputs = tuple(desc for desc in graph.inputs if desc not in absent)
+    return found
+
+
+def put_tangents_back(joint: fx.GraphModule, taken: Sequence[tuple[int, fx.Node]]) -> None:
+    """Have a graph take again what `take_tangents_out` took out, as AOTAutograd calls it."""
+    for position, node in taken:
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        after = placeholders[position] if position < len(placeholders) else placeholders[-1].next
+        with joint.graph.inserting_before(after):
+            joint.graph.placeholder(str(node.target)).meta = {**node.meta, ABSENT: True}
+    joint.recompile()
 
 
 def _with_name(desc: OutputDesc, region: Region) -> OutputDesc:

@@ -12,12 +12,21 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import InputDesc, OutputDesc, output_list
-from graphopt.compat.aot import Hooks
+from graphopt.compat.aot import ABSENT, Hooks
 from graphopt.compat.dynamo import outside_tracing
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import first_line
 from graphopt.frontend.compiled_region import CompiledRegion, Host
-from graphopt.frontend.region import Region, drop_gradients, fix_sizes, training_graph, write_mutations
+from graphopt.frontend.outputs import unasked
+from graphopt.frontend.region import (
+    Region,
+    drop_gradients,
+    fix_sizes,
+    put_tangents_back,
+    take_tangents_out,
+    training_graph,
+    write_mutations,
+)
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 from graphopt.passes import Preserves
 from graphopt.passes.technique import technique
@@ -42,11 +51,15 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
     def see(joint: fx.GraphModule, num_forward: int) -> None:
         remove_dead_nodes(joint)  # a draw that nobody reads is more than torch's simpler partitioner can split
         found.graph = training_graph(found.region, graph_module(joint, copied(joint.graph)), num_forward, weak().batch_size())
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        for position, _ in take_tangents_out(found.graph, found.unasked):
+            placeholders[position].meta[ABSENT] = True
 
     def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
         start = time.perf_counter()
         num_outputs = len(output_list(joint))
         graph = training_graph(found.region, joint, num_forward, weak().batch_size(), dims)
+        taken = take_tangents_out(graph, found.unasked)
         graph = _rewritten(plan, _without(graph, found.needless), found, weak(), trial)
         trial.clear()
         found.graph = graph.clone()
@@ -55,6 +68,7 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
         write_mutations(graph, num_outputs)
         if any(dim is not None for dim in dims):
             fix_sizes(graph)
+        put_tangents_back(graph.module, taken)
         found.rewrite_seconds = time.perf_counter() - start
         return graph.module
 
@@ -64,7 +78,8 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
     def failed(error: Exception) -> None:
         weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
-    return Hooks(rewrite if plan.passes else None, see, halves, failed, _key(plan, found, host), plan.samples)
+    changes = rewrite if plan.passes else None
+    return Hooks(changes, see, halves, failed, _key(plan, found, host), plan.samples, (unasked,))
 
 
 def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:

@@ -21,9 +21,11 @@ from graphopt.compat import pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
 from graphopt.errors import GraphoptError, InputError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
-from graphopt.frontend.compiled_region import CompiledRegion
-from graphopt.frontend.outputs import detached, loss_alone, not_kept, reattached
+from graphopt.frontend.compiled_region import CompiledRegion, Places
+from graphopt.frontend.loss_only import loss_alone, not_kept
+from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import tensor_names
+from graphopt.frontend.rerun import Before, Rerun
 from graphopt.frontend.step import RegionStep
 from graphopt.frontend.values import Supplier, Values
 from graphopt.lower import Backend
@@ -31,15 +33,9 @@ from graphopt.planner.plan import Plan
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.draws import draws
-from graphopt.testing.compare import tolerance_of
 from graphopt.transforms.symbolic_zeros import NO_LOSS
 
 _models = itertools.count()
-
-_CHANGED = (
-    "an output of the model beside the loss was differentiated, for which the step was to run again, but its inputs or "
-    "attributes are no longer what they were: forward() changes them. Repeat the step; later ones are prepared for it."
-)
 
 FIRST_CALLS = 4
 """Calls in which buffers are remembered, in case that the step has to run again; by then it is known what is differentiated."""
@@ -97,14 +93,15 @@ class Running:
         self._broken = parts
         self._breaks = graph_breaks()
         self._loss_alone = loss_alone
-        self._detaches = not loss_alone
+        self._watches = not (parts or loss_alone)
+        self._returned: tuple[CompiledRegion, Any, Sequence[Any], Sequence[Tensor], Sequence[int]] | None = None
+        self._positions: Sequence[int] = ()
         self._calls = 0
         self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
         self._settings = Settings(model)
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
-        self._trainable: list[nn.Parameter] | None = None
         self._devices: list[str] = []
         self._draws = True
         self._asked: frozenset[int] | None = None
@@ -120,13 +117,11 @@ class Running:
         if plan.samples:
             plan = self._for_batch(plan, args, kwargs)
         start = time.perf_counter()
-        may_run_again = self._detaches and self._differentiated is not None
-        before = torch.get_rng_state() if self._draws and may_run_again else None
-        inputs = _tensors((args, kwargs)) if may_run_again else []
-        versions = [t._version for t in inputs]
-        self._calls += 1
-        watched = list(self.model.buffers()) if may_run_again and self._calls <= FIRST_CALLS else []
-        buffers = [(b, b.detach().clone()) for b in watched]
+        before: Before | None = None
+        if self._watches:
+            self._calls += 1
+            buffers = list(self.model.buffers()) if self._calls <= FIRST_CALLS else []
+            before = Before(self._draws, buffers) if self._draws or buffers else None
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         if positions is None:
             raise LossNotFirst(NO_LOSS)
@@ -135,51 +130,43 @@ class Running:
             self._check_all_planned(plan)
             self.step = self._as_step(plan)
             self._draws = self.step is None or self.step.draws
+            self._watches = self._returned is not None
+            self._devices = sorted({"cpu", *(p.device.type for p in self.model.parameters())})
         else:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
             self.settled = not self._broken and len(self._ran) == 1 and not self._settings.always
         if self.step is not None and len(self.step.seconds) < (self.step.seconds.maxlen or 0):
             _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
         if self._loss_alone:
             return not_kept(output, positions)
-        if not positions:
-            self._detaches = False
-            return output
-        if not may_run_again:  # the first call of this kind
-            inputs = _tensors((args, kwargs))
-            versions = [t._version for t in inputs]
-        self._detaches = True
-        if not self.settled or self._trainable is None:  # else Dynamo's guards hold: they are the same
-            self._trainable = [p for p in self.model.parameters() if p.requires_grad]
-            self._devices = sorted({"cpu", *(p.device.type for p in self._trainable)})
-        anchors = [*self._trainable, *(t for t in inputs if t.requires_grad)]
-        leaves, spec = pytree.tree_flatten(output)
-        seen, everything = [leaves[i] for i in positions], frozenset(range(len(leaves)))  # `rerun` must not hold what holds it
-        own = vars(self.model)
-        called = [own.get(name, _ABSENT) for name in _OF_A_CALL]
-        autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in self._devices]
+        if self._returned is not None:
+            region, node, outputs, tensors, versions = self._returned
+            self._returned, self._positions = None, positions
+            if region.places is None:
+                region.places = Places.of(region, outputs, node, pytree.tree_leaves(output))
+            node.ask = Rerun(self, plan, (args, kwargs), before, self._devices, outputs, region.places, tensors, versions)
+        return output
 
-        def rerun(wanted: Sequence[int], gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
-            if versions != [t._version for t in inputs]:
-                self._asked = self._differentiated = everything
-                raise GraphoptError(_CHANGED)
-            with self._as_before(before, buffers), contextlib.ExitStack() as stack:
-                for kind, dtype, enabled in autocast:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-                vars(self.model).pop("forward", None)  # a loop's own, which would compute a step in this one
-                vars(self.model).update((k, v) for k, v in zip(_OF_A_CALL, called, strict=True) if v is not _ABSENT)
-                again, _ = self._run(plan, frozenset(wanted), args, kwargs)
-                more = frozenset() if self._asked is None else self._asked
-                self._asked = self._differentiated = more | frozenset(wanted)
-                found = pytree.tree_leaves(again)
-                self._check_same([(found[i], before) for i, before in zip(positions, seen, strict=True) if i in wanted])
-                return torch.autograd.grad([found[i] for i in wanted], anchors, gradients, allow_unused=True)
+    # What a step that runs again asks for; see `Rerun`.
 
-        return pytree.tree_unflatten(reattached(leaves, positions, anchors, rerun), spec)
+    def again(self, plan: Plan, wanted: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a step whose leaves at some positions are differentiated; later steps are prepared for those, too."""
+        output, _ = self._run(plan, wanted, args, kwargs)
+        self._returned = None
+        self._asked = self._differentiated = wanted if self._asked is None else self._asked | wanted
+        return output
+
+    def differentiate_all(self) -> None:
+        """Have later steps be prepared for every output that may be differentiated."""
+        self._asked = self._differentiated = frozenset((0, *self._positions))
+
+    def draws_again(self) -> bool:
+        """Whether the step that ran last draws random numbers."""
+        return any(draws(node) for region in self._ran if region.graph is not None for node in region.graph.graph.nodes)
 
     def _run(
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """The output, and which leaves of it are detached though they could be differentiated, or not kept."""
+        """The output, and which leaves of it have no backward though they could be differentiated, or are not kept."""
         last, differentiated_last, run = self._run_last
         if plan is not last or differentiated is not differentiated_last:
             run = self._compiled_for(plan, differentiated)
@@ -229,40 +216,6 @@ class Running:
         return self._sized[2]
 
     @contextlib.contextmanager
-    def _as_before(self, draws: Tensor | None, before: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """A step runs again: with the same random numbers of the CPU and buffers, and without a trace in them and attributes."""
-        buffers = [(b, b.detach().clone()) for b in self.model.buffers()]
-        versions = [b._version for b, _ in buffers]
-        attributes = [(vars(module), dict(vars(module))) for module in self.model.modules()]
-        now = torch.get_rng_state()
-        try:
-            if draws is not None:
-                torch.set_rng_state(draws)
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
-            with torch.enable_grad():
-                yield
-        finally:
-            torch.set_rng_state(now)
-            for held, values in attributes:
-                held.clear()
-                held.update(values)
-            with torch.no_grad():
-                for (buffer, value), version in zip(buffers, versions, strict=True):
-                    buffer.copy_(value)
-                    compat.set_version(buffer, version)  # the first run's backward may still read it
-
-    def _check_same(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Raise, or tell, if a step that ran again gave another output."""
-        if all(_close(a.detach(), b.detach()) for a, b in pairs):
-            return
-        if any(draws(node) for region in self._ran if region.graph is not None for node in region.graph.graph.nodes):
-            self.note("an output beside the loss was differentiated; in this first step its dropout was drawn again")
-            return
-        raise GraphoptError(_CHANGED)
-
-    @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
         """Generative models are not to return a cache; what watches operators sees those of compiled graphs alone."""
         cached = [config for config in self._configs if config.use_cache]
@@ -287,7 +240,7 @@ class Running:
             output = model(*args, **kwargs)
             if alone:
                 return loss_alone(output)
-            return (output, ()) if differentiated is None else detached(output, differentiated)
+            return (output, ()) if differentiated is None else with_backward(output, differentiated)
 
         backend = "aot_eager" if plan.measures else self.backend  # it runs once in many
         # Dynamo keeps what it compiles with the code object, which is to go when the model does, and what it has learned about
@@ -376,28 +329,26 @@ class Running:
         self.counters.compile_seconds += region.compile_seconds
         self.counters.rewrite_seconds += region.rewrite_seconds
 
+    @property
+    def begun(self) -> bool:
+        """Whether another region has run in the call under way."""
+        return bool(self._ran)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor is an argument of the call under way."""
+        return any(tensor is given for given in flatten_call(*self._call).tensors)
+
+    def returned(
+        self, region: CompiledRegion, node: Any, outputs: Sequence[Any], tensors: Sequence[Tensor], versions: Sequence[int]
+    ) -> None:
+        """Remember until the call has returned."""
+        self._returned = (region, node, outputs, tensors, versions)
+
     def ran(self, region: CompiledRegion) -> None:
         """Note that a region runs in the step under way."""
         self._ran.append(region)
         if not region.gated and self.values.supplier is not None:
             self.values.supplier.finish()
-
-
-_OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
-
-_ABSENT = object()
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]  # tree_leaves takes four times as long
-
-
-def _close(again: Tensor, before: Tensor) -> bool:
-    tolerance = tolerance_of([before.dtype])
-    largest = float(before.abs().max()) if before.numel() else 0.0
-    return torch.allclose(again, before, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 def _when_backward_ends(output: Any, then: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt.budget import Budget
@@ -129,6 +129,7 @@ class _Host:
     """What a `PlanBackend` needs to know of a graph that is planned by itself; see `Host`."""
 
     modes: Sequence[Any] = ()
+    begun = False
     settled = False
 
     def __init__(self, region: Region) -> None:
@@ -150,6 +151,15 @@ class _Host:
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Unknown."""
         return [None] * len(values)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Unknown."""
+        return False
+
+    def returned(
+        self, region: CompiledRegion, node: Any, outputs: Sequence[Any], tensors: Sequence[Tensor], versions: Sequence[int]
+    ) -> None:
+        """Every output has a backward."""
 
     def check(self, plan: Plan) -> None:
         """Whatever is frozen is guarded by Dynamo."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.errors import GraphoptError
-from graphopt.frontend.outputs import detached
+from graphopt.frontend.outputs import with_backward
 from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager, generated
 from tests.messages import warnings_of
 
@@ -299,12 +299,13 @@ def test_gradients_of_gradients_are_as_in_eager_or_refused(output: str) -> None:
 def test_outputs_that_do_not_begin_with_a_scalar_are_left_alone() -> None:
     x = torch.ones(3, requires_grad=True)
     for output in (x.sum(), {"a": x * 2, "b": x.sum()}, (torch.tensor(1.0), x * 2)):
-        same, positions = detached(output, frozenset({0}))
+        same, positions = with_backward(output, frozenset({0}))
         assert same is output
         assert positions == ()
-    (loss, logits, kept), positions = detached((x.sum(), x * 2, x * 3), frozenset({0, 2}))
+    (loss, logits, kept), positions = with_backward((x.sum(), x * 2, x * 3), frozenset({0, 2}))
     assert positions == (1,)
-    assert [t.requires_grad for t in (loss, logits, kept)] == [True, False, True]
+    gradients = [torch.autograd.grad(t.sum(), x, allow_unused=True, retain_graph=True)[0] for t in (loss, logits, kept)]
+    assert [gradient is None for gradient in gradients] == [False, True, False]
 
 
 class Opaque:

@@ -1,0 +1,160 @@
+"""A step that runs again, because an output was differentiated that has no backward; see `graphopt.frontend.outputs`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from graphopt import compat
+from graphopt.compat import pytree
+from graphopt.errors import RerunError
+from graphopt.frontend.compiled_region import Places
+from graphopt.testing.compare import tolerance_of
+
+if TYPE_CHECKING:
+    from graphopt.frontend.running import Running
+    from graphopt.planner.plan import Plan
+
+CHANGED = (
+    "an output of the model beside the loss was differentiated, for which the step was to run again, but its inputs, weights or "
+    "attributes are no longer what they were (modified by an inplace operation, or by forward() itself). Repeat the step; later "
+    "ones are prepared for it."
+)
+
+_TWICE = (
+    "gradients of gradients (create_graph=True) cannot be computed through an optimised step: compute what needs them, such as a "
+    "gradient penalty, with the model itself."
+)
+
+_OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
+
+_ABSENT = object()
+
+
+class Before:
+    """What a step begins with, as far as it changes that: random numbers of the CPU, and buffers."""
+
+    __slots__ = ("buffers", "draws")
+
+    def __init__(self, draws: bool, buffers: Sequence[Tensor]) -> None:
+        """Remember.
+
+        Args:
+            draws: whether the step draws random numbers.
+            buffers: those to remember.
+        """
+        self.draws = torch.get_rng_state() if draws else None
+        self.buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    @contextlib.contextmanager
+    def restored(self, model: nn.Module) -> Iterator[None]:
+        """What runs inside begins with it, and leaves no trace in random numbers, buffers and attributes of `model`."""
+        buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        versions = [b._version for b, _ in buffers]
+        attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+        now = torch.get_rng_state()
+        try:
+            if self.draws is not None:
+                torch.set_rng_state(self.draws)
+            with torch.no_grad():
+                for buffer, value in self.buffers:
+                    buffer.copy_(value)
+            with torch.enable_grad():
+                yield
+        finally:
+            torch.set_rng_state(now)
+            for held, values in attributes:
+                held.clear()
+                held.update(values)
+            with torch.no_grad():
+                for (buffer, value), version in zip(buffers, versions, strict=True):
+                    buffer.copy_(value)
+                    compat.set_version(buffer, version)  # the first run's backward may still read it
+
+
+class Rerun:
+    """The `ask` of one step's autograd node; it must not hold what holds the node."""
+
+    __slots__ = ("arguments", "autocast", "before", "called", "loss", "outputs", "plan", "running", "tensors", "versions")
+
+    def __init__(
+        self,
+        running: Running,
+        plan: Plan,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        before: Before | None,
+        devices: Sequence[str],
+        outputs: Sequence[Any],
+        places: Places,
+        tensors: Sequence[Tensor],
+        versions: Sequence[int],
+    ) -> None:
+        """Remember a step that has just run.
+
+        Args:
+            arguments: positional and by name.
+            before: what it began with; None where that was not remembered.
+            devices: kinds of devices for which automatic mixed precision may be on.
+            outputs: of the region that it consists of, and their `places`.
+            tensors: that it read, and their `versions` before.
+        """
+        own = vars(running.model)
+        self.running, self.plan, self.arguments, self.before = running, plan, arguments, before
+        self.tensors, self.versions = tensors, versions
+        self.called = [own.get(name, _ABSENT) for name in _OF_A_CALL]
+        self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in devices]
+        loss = None if places.loss is None else outputs[places.loss]
+        self.loss = None if loss is None else (loss.detach(), loss._version)
+        self.outputs = [(nr, k, weakref.ref(outputs[i]), outputs[i]._version) for i, nr, k in places.unasked]
+
+    def __call__(self, node: Any, gradients: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+        """Gradients of what the node needs gradients of, in order.
+
+        Args:
+            gradients: of outputs of the node, by their number among them.
+        Raises:
+            RerunError: the step cannot run again; later ones are prepared for what is asked for.
+        """
+        if torch.is_grad_enabled():
+            raise RerunError(_TWICE)
+        leaves = {number: leaf for number, leaf, _, _ in self.outputs}
+        if self.versions != [t._version for t in self.tensors] or not gradients.keys() <= leaves.keys():
+            self.running.differentiate_all()
+            raise RerunError(CHANGED)
+        wanted = [leaves[number] for number in gradients]
+        model, args, kwargs = self.running.model, *self.arguments
+        with (self.before or Before(False, ())).restored(model), contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            vars(model).pop("forward", None)  # a loop's own, which would compute a step in this one
+            vars(model).update((k, v) for k, v in zip(_OF_A_CALL, self.called, strict=True) if v is not _ABSENT)
+            found = pytree.tree_leaves(self.running.again(self.plan, frozenset(wanted), args, kwargs))
+            self._check_same(found, wanted)
+            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
+            return torch.autograd.grad([found[i] for i in wanted], edges, list(gradients.values()), allow_unused=True)
+
+    def _check_same(self, again: Sequence[Tensor], wanted: Sequence[int]) -> None:
+        """Raise, or tell, if the step gave other outputs than before, as far as those are still there, and the loss."""
+        pairs = [] if self.loss is None else [(again[0], *self.loss)]
+        alive = [(i, output, version) for _, i, ref, version in self.outputs if (output := ref()) is not None]
+        pairs += [(again[i], output, version) for i, output, version in alive if i in wanted]
+        if all(_close(a.detach(), b.detach()) for a, b, version in pairs if b._version == version):
+            return
+        if self.running.draws_again():
+            self.running.note("an output beside the loss was differentiated; in this first step its dropout was drawn again")
+            return
+        self.running.differentiate_all()
+        raise RerunError(CHANGED)
+
+
+def _close(again: Tensor, before: Tensor) -> bool:
+    tolerance = tolerance_of([before.dtype])
+    largest = float(before.abs().max()) if before.numel() else 0.0
+    return torch.allclose(again, before, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
