@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from graphopt import compat
 from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.flops import FlopProfile, flop_profile
@@ -27,7 +25,8 @@ from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
 from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import GraphoptError, InputError, NothingToPlan, PassError
+from graphopt.errors import InputError, NothingToPlan, PassError
+from graphopt.frontend.accepted import require_module, require_no_mesh, require_one_replica, require_storage, training_mode
 from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -103,26 +102,26 @@ def optimize(
         BudgetError, InputError, PassError, CaptureError, ImportanceError, RankError, TorchVersionError: with cause and remedy.
     """
     budget = Budget.of(budget)
-    _require_module(model)
+    require_module(model)
     if outputs not in ("all", "loss"):
         raise InputError(f"outputs={outputs!r}: use 'all' or 'loss'.")
     if outputs == "loss" and loss is not None:
         raise InputError("outputs='loss' keeps the model's own loss alone, of which loss= cannot compute another: leave one out.")
     if switched_off():
-        _require_no_mesh(mesh, f"{VARIABLE} is set")
+        require_no_mesh(mesh, f"{VARIABLE} is set")
         return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
     args, kwargs = as_call(example_inputs)
-    _require_storage(model)
-    _require_one_replica(model)
+    require_storage(model)
+    require_one_replica(model)
     ranks = Ranks(group_of(mesh, group))
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None)
     if mesh is not None:
         require_same_weights(model, ranks)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
-    with _training_mode(model), whole_graphs():
+    with training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:
             trace = functools.partial(captures.graph, args, kwargs)
@@ -132,7 +131,7 @@ def optimize(
         except NothingToPlan as nothing:
             if passes != "auto" and chosen:
                 raise PassError(f"{chosen[0].name} has nothing to work on: {nothing}") from nothing
-            _require_no_mesh(mesh, str(nothing))
+            require_no_mesh(mesh, str(nothing))
             logger.warning("%s The model runs as torch.compile has it.", nothing)
             return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
@@ -152,10 +151,10 @@ def optimize(
                 opt.note(told)
     opt.start_techniques()
     if verify:
-        with _training_mode(model):
+        with training_mode(model):
             difference = next(filter(None, ranks.gather(opt.first_difference(args, kwargs), "verifying")), "")
         if difference:
-            _require_no_mesh(mesh, f"verify=True found that {difference}")
+            require_no_mesh(mesh, f"verify=True found that {difference}")
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
             return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
     return opt
@@ -225,14 +224,14 @@ def analyze(
         raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
-    with _training_mode(model):
+    with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
     device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
     options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}
 
     def measure_memory() -> MemoryProfile:
-        with stage("memory"), _training_mode(model):
+        with stage("memory"), training_mode(model):
             if backend != "eager":
                 return step_memory(graph, backend, optimizer, **options)  # type: ignore[arg-type]
             return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)  # type: ignore[arg-type]
@@ -301,7 +300,7 @@ def worth(
         BudgetError, InputError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
     """
     args, kwargs = as_call(example_inputs)
-    with _training_mode(model):
+    with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)
     costs = backward_costs(profile)
@@ -330,54 +329,9 @@ def pareto(
         raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
     check_optimizer(optimizer)
     args, kwargs = as_call(example_inputs)
-    with _training_mode(model):
+    with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)
     rated = rate_tensors((), model, args, kwargs, graph, profile, profile.order)
     limit = MemoryLimit(0, backend, optimizer)
     return trade_offs(graph, rated, limit, advance)
-
-
-@contextlib.contextmanager
-def _training_mode(model: nn.Module) -> Iterator[None]:
-    """A model that arrives in eval mode, as `from_pretrained` leaves it, is looked at as it will be trained."""
-    _require_module(model)
-    if model.training:
-        yield
-        return
-    flags = {module: module.training for module in model.modules()}
-    try:
-        model.train()
-        yield
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
-
-
-def _require_module(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
-
-
-def _require_one_replica(model: nn.Module) -> None:
-    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise InputError(
-            f"a {type(model).__name__} spreads batches over devices, which a captured step would not. Pass the model that it "
-            "wraps, model.module; DistributedDataParallel then goes around what optimize() returns."
-        )
-
-
-def _require_no_mesh(mesh: DeviceMesh | None, why: str) -> None:
-    if mesh is not None and mesh.size() > 1:
-        raise GraphoptError(
-            f"with a mesh the optimised step averages gradients, and there is none: {why}. Leave mesh= out, and wrap what "
-            "optimize() returns in DistributedDataParallel."
-        )
-
-
-def _require_storage(model: nn.Module) -> None:
-    tensors = [*model.parameters(), *model.buffers()]
-    if compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors):
-        raise InputError(
-            "the model's weights exist nowhere (meta or fake tensors): load them before optimize(), or use analyze()."
-        )

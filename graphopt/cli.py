@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from graphopt.bench.commands import bench_app
 from graphopt.cli_options import (
@@ -22,6 +21,7 @@ from graphopt.cli_options import (
     Model,
     Optimizer,
     Quiet,
+    checked_optimizer,
     make_folder_of,
 )
 from graphopt.errors import GraphoptError, InputError
@@ -74,7 +74,7 @@ def analyze(
     import graphopt
     from graphopt.integrations.models import load
 
-    states = _named(optimizer)
+    states = checked_optimizer(optimizer)
     with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)
@@ -92,6 +92,8 @@ def analyze(
         else:
             show_memory(profile, Console(), title, top)
         return
+    from graphopt.report.flops import show_flops
+
     rows = list(flops.tensors)
     most = (None if as_json else 20) if top is None else top
     shown = sorted(rows, key=lambda r: -(r.weight_grad_flops + r.input_grad_flops))[:most] if most else rows
@@ -101,19 +103,7 @@ def analyze(
         tensors = [{column: getattr(row, column) for column in columns} for row in shown]
         print(json.dumps({"model": model, "batch": batch, "cost": cost, **figures, "tensors": tensors}, indent=1))
         return
-    table = Table(title=f"{model}, batch {batch}: GFLOPs of one step (2 per multiply-add), cost={cost}")
-    for column in ("tensor", "shape", "own gradient (t_dw)", "passing it on (t_dy)"):
-        table.add_column(column, justify="left" if column == "tensor" else "right")
-    for r in shown:
-        shape = "x".join(map(str, r.shape))
-        table.add_row(r.name, shape, f"{r.weight_grad_flops / 1e9:,.3f}", f"{r.input_grad_flops / 1e9:,.3f}")
-    console = Console()
-    console.print(table)
-    if len(shown) < len(rows):
-        console.print(f"{len(rows) - len(shown)} more tensors; --top 0 lists all")
-    console.print(
-        f"forward {flops.forward / 1e9:,.3f}  backward {flops.backward / 1e9:,.3f}  step {flops.step / 1e9:,.3f} GFLOPs"
-    )
+    show_flops(flops, shown, Console(), f"{model}, batch {batch}: GFLOPs of one step (2 per multiply-add), cost={cost}")
 
 
 @app.command()
@@ -140,7 +130,7 @@ def plan(
 
     check_devices(devices, device_memory, tensor_parallel, margin)
     make_folder_of(plot)
-    states = _named(optimizer)
+    states = checked_optimizer(optimizer)
     with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         profile = graphopt.analyze(loaded, inputs, backend=backend, optimizer=states).memory
@@ -183,7 +173,7 @@ def fit(
     from graphopt.integrations.models import load
 
     gpu_bytes(gpu)
-    states = _named(optimizer)
+    states = checked_optimizer(optimizer)
     with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         found = find(loaded, inputs, gpu, optimizer=states, backend=backend, lora=lora)
@@ -192,15 +182,6 @@ def fit(
     else:
         print(found)
     raise typer.Exit(0 if found.fits else 1)
-
-
-def _named(optimizer: str) -> str | None:
-    """As the functions take it; an unknown one is refused before anything is loaded."""
-    from graphopt.analysis.optimizers import check_optimizer
-
-    name = None if optimizer == "none" else optimizer
-    check_optimizer(name)
-    return name
 
 
 @app.command()
@@ -226,7 +207,7 @@ def pareto(
     from graphopt.report.pareto import plot_points, show_points, show_worth
 
     make_folder_of(plot)
-    states = _named(optimizer)
+    states = checked_optimizer(optimizer)
     with Progress(console=Console(stderr=True), disable=quiet) as bar:
         loaded, inputs = load(model, batch, length, weights=False)
         task = bar.add_task("planning", total=STEPS**2)
@@ -274,7 +255,7 @@ def optimize(
     limits = graphopt.Budget(flops=flops, memory=memory, variance=variance)
     named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
     compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
-    states = _named(optimizer)
+    states = checked_optimizer(optimizer)
     with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
         steps_with = None if compresses or states is None else _made(states, loaded)
@@ -308,7 +289,7 @@ def report(
     from graphopt.integrations.models import load
     from graphopt.report.html.model import model_page
 
-    capacity, states = None if device_memory is None else parse_bytes(device_memory), _named(optimizer)
+    capacity, states = None if device_memory is None else parse_bytes(device_memory), checked_optimizer(optimizer)
     make_folder_of(out)
     with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)

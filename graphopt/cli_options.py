@@ -32,3 +32,12 @@ def make_folder_of(file: Path | None) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {file}: {error}") from error
+
+
+def checked_optimizer(optimizer: str) -> str | None:
+    """The name of an optimizer as the functions take it; an unknown one is refused before anything is loaded."""
+    from graphopt.analysis.optimizers import check_optimizer
+
+    name = None if optimizer == "none" else optimizer
+    check_optimizer(name)
+    return name

@@ -92,3 +92,25 @@ def test_the_root_is_the_pipeline() -> None:
 @pytest.mark.parametrize("line", ["from graphopt.passes.lsp.choose import x", "    from graphopt.passes import Pass, Vcas"])
 def test_an_import_of_a_technique_is_found(line: str) -> None:
     assert IMPORT.search(f"import os\n{line}\n")
+
+
+LINES, LINES_OF_A_FUNCTION = 350, 80
+"""Of a file, and of a function without its docstring."""
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    """Functions of a file, and how many lines each has without its docstring."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[1] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body[0]
+            before = node.body[0].lineno - node.lineno
+            assert node.end_lineno is not None
+            yield node.name, before + node.end_lineno - first.lineno + 1
+
+
+def test_files_and_functions_are_short() -> None:
+    lines = {name: len(file.read_text().splitlines()) for name, file in modules().items()}
+    assert len(lines) > 100
+    assert {name: n for name, n in lines.items() if n > LINES} == {}
+    long = {f"{name}.{f}": n for name, file in modules().items() for f, n in functions(file) if n > LINES_OF_A_FUNCTION}
+    assert long == {}

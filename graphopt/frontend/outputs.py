@@ -43,7 +43,7 @@ _flatten, _unflatten = pytree.tree_flatten, pytree.tree_unflatten  # by these na
 @torch.compiler.allow_in_graph
 def unasked(output: Tensor) -> Tensor:
     """An output that requires a gradient, but has no backward; one node of Dynamo's graph, by which a backend finds it."""
-    return _Unasked.apply(output)  # type: ignore[no-any-return]
+    return _Unasked.apply(output)
 
 
 def with_backward(output: Any, expected: frozenset[int]) -> tuple[Any, tuple[int, ...]]:

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
+from graphopt.calls import BatchDim, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
-from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, symbolic_dims
-from graphopt.errors import GraphoptError, InputError, LossNotFirst, PassError
+from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks
+from graphopt.errors import GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
+from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
 from graphopt.frontend.compiled_region import CompiledRegion, Places
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
@@ -171,21 +172,26 @@ class Running:
         if plan is not last or differentiated is not differentiated_last:
             run = self._compiled_for(plan, differentiated)
             self._run_last = (plan, differentiated, run)
-        self._ran, self._call = [], (args, kwargs)
+        self._ran, self._returned, self._call = [], None, (args, kwargs)
+        found: tuple[Any, Any]
         try:
             if self.settled and not compat.is_observed():
                 if not self._configs:
-                    return run(*args, **kwargs)
-                with self._prepared():
-                    return run(*args, **kwargs)
+                    found = run(*args, **kwargs)
+                else:
+                    with self._prepared():
+                        found = run(*args, **kwargs)
+                self._call = ((), {})
+                return found
         except Exception as error:
             if not isinstance(cause_of(error), Unsettled):
                 raise
-        self.settled = False
+        self.settled, self._ran, self._returned = False, [], None
+        symbolic = symbolic_batch(args, kwargs, self.batch_dim) if plan.samples else contextlib.nullcontext()
         try:
-            with TRACING, self._settings, self._symbolic_batch(plan):
+            with TRACING, self._settings, symbolic:
                 if not self._configs and not compat.is_observed():
-                    found: tuple[Any, Any] = run(*args, **kwargs)
+                    found = run(*args, **kwargs)
                 else:
                     with self._prepared():
                         found = run(*args, **kwargs)
@@ -290,33 +296,12 @@ class Running:
 
     def batch_size(self) -> int:
         """Of the call under way; 1 where it has none."""
-        inputs = flatten_call(*self._call)
-        try:
-            return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
-        except InputError:  # the inputs are no batch of samples
-            return 1
+        return batch_size(*self._call, self.batch_dim)
 
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Which dimension of each value is the batch; None for what is none of the call's tensors."""
-        found = self._batch_dims()
+        found = batch_dims(*self._call, self.batch_dim)
         return [found.get(id(value)) for value in values]
-
-    def _batch_dims(self) -> dict[int, int | None]:
-        """Of the call under way, by the tensors' `id`."""
-        inputs = flatten_call(*self._call)
-        try:
-            dims = batch_dims_of(inputs, self.batch_dim)
-            batch_size_of(inputs, dims)
-        except InputError:  # no batch of samples
-            return {}
-        return {id(tensor): dim for tensor, dim in zip(inputs.tensors, dims, strict=True)}
-
-    def _symbolic_batch(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """What is compiled to leave out rows is traced for any number of them: so it is known which rows are samples."""
-        if not plan.samples:
-            return contextlib.nullcontext()
-        dims, tensors = self._batch_dims(), flatten_call(*self._call).tensors
-        return symbolic_dims(tensors, [dims.get(id(tensor)) for tensor in tensors])
 
     def check(self, plan: Plan) -> None:
         """Raise `PassError` if the user has frozen everything that is selected: nothing would be trained."""

@@ -7,15 +7,13 @@ import functools
 import os
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphopt import compat
-from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.budget import Budget
+from graphopt.analysis.flops import FlopProfile
 from graphopt.calls import flatten_call
 from graphopt.compat.dynamo import cause_of
 from graphopt.distributed.agreement import in_common, plan_of_rank_0
@@ -24,7 +22,6 @@ from graphopt.distributed.wrapping import Wrapping
 from graphopt.errors import first_line
 from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import Running
-from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes import BY_NAME
@@ -33,18 +30,16 @@ from graphopt.passes.technique import Decision, technique
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
-from graphopt.report.summary import Report
 from graphopt.runtime.captures import Captures
-from graphopt.runtime.counters import Counters
 from graphopt.runtime.fallback import Fallback
 from graphopt.runtime.memory_watch import MemoryWatch
+from graphopt.runtime.planned_module import PlannedModule
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
-from graphopt.runtime.shared_module import SharedModule
-from graphopt.runtime.stateful import Controllers, Stateful
+from graphopt.runtime.stateful import Controllers
 from graphopt.runtime.supply import Supply
 
 
-class OptimizedModule(SharedModule):
+class OptimizedModule(PlannedModule):
     """`model` with its training step compiled under a plan; made by `graphopt.optimize`.
 
     It passes for the model: see `SharedModule`. With gradients enabled a call runs the compiled step, else the model itself.
@@ -186,16 +181,6 @@ class OptimizedModule(SharedModule):
         self._clock.tick(running.step)
         return output
 
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train the model together."""
-        return self._ranks
-
-    @property
-    def states(self) -> dict[str, State]:
-        """What techniques keep while training goes on, by their names."""
-        return self.__dict__["_states"]
-
     def make_optimizer(self, make: MakeOptimizer, params: Any = None, **options: Any) -> torch.optim.Optimizer:
         """An optimizer for this model; where a technique keeps gradients elsewhere than in `.grad`, one that steps those, too.
 
@@ -212,66 +197,6 @@ class OptimizedModule(SharedModule):
             if optimizer is not None:
                 return optimizer
         return make(groups, **options)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""
-        model = self._model
-        return {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
-
-    @property
-    def loss_function(self) -> LossFunction | None:
-        """As given to `optimize`."""
-        return self.__dict__["_loss"]
-
-    @property
-    def selected(self) -> frozenset[str]:
-        """Names of the parameters that are trained."""
-        names = frozenset(p.name for p in self._graph.trainable)
-        return names if self._plan.train is None else names & self._plan.train
-
-    @property
-    def plan(self) -> Plan:
-        """The plan in force."""
-        return self._plan
-
-    @property
-    def selects(self) -> bool:
-        """Whether only some tensors are trained."""
-        return self._plan.train is not None
-
-    def selects_tensor(self, name: str) -> bool:
-        """Whether parameter `name` is trained: the plan says so, or knows nothing of what torch.compile traces no use of."""
-        return self._plan.train is None or name in self._plan.train or all(p.name != name for p in self._graph.parameters)
-
-    @property
-    def graph(self) -> TrainingGraph:
-        """The captured joint graph that the plan was made on."""
-        return self._graph
-
-    @property
-    def flops(self) -> FlopProfile:
-        """FLOPs of the captured graph; `.cost(opt.selected)` is the cut backward's."""
-        if self.__dict__["_profile"] is None:
-            self.__dict__["_profile"] = flop_profile(self._graph)
-        return self.__dict__["_profile"]
-
-    @property
-    def budget(self) -> Budget:
-        """As given to `optimize`."""
-        return self._plan.budget
-
-    @property
-    def captures(self) -> Captures:
-        """The captured graphs of this model's calls."""
-        return self._captures
-
-    @property
-    def counters(self) -> Counters:
-        """How often the model was captured and a step compiled."""
-        return self._captures.counters
 
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Rate tensors again and change the selection if that gains enough.
@@ -299,16 +224,6 @@ class OptimizedModule(SharedModule):
         if new is not None:
             self._install(new.plan, new.graph, new.profile)
         return outcome
-
-    @property
-    def controller(self) -> Any:
-        """What adapts the plan while training goes on, as a sampler's ratios under `Budget(variance=...)`; None: nothing does."""
-        return next((state for state in self.states.values() if state.adapts), None)
-
-    @property
-    def not_separable(self) -> str:
-        """Why the backward is not sampled; "" if it may be."""
-        return self._plan.not_separable
 
     def decide(self, name: str, decision: Decision) -> None:
         """Put a technique's decision in force."""
@@ -387,57 +302,10 @@ class OptimizedModule(SharedModule):
             self.__dict__["_running"] = None
         self._install(plan, self._graph, self._profile)
 
-    def _parts(self) -> dict[str, Stateful]:
-        """Everything but the plan that has a state."""
-        states = {name: state for name, state in self.states.items() if state.saved}
-        return {"captures": self._captures, "controllers": self.controllers, **states}
-
-    def _names(self) -> dict[int, str]:
-        """Of parameters and of what optimizers step in their place, by `id`."""
-        others = {id(v): n for state in self.states.values() for n, v in state.variables().items()}
-        return {id(p): n for n, p in self._model.named_parameters()} | others
-
-    @property
-    def report(self) -> Report:
-        """What was cut, FLOPs before and after, and which approximations are in force."""
-        from graphopt.report.summary import make_report
-
-        return make_report(
-            self._graph,
-            self.flops,
-            self._plan,
-            self._captures,
-            self._last_step,
-            self._select_seconds,
-            self.states,
-            self._fallback.notes,
-            self._clock,
-        )
-
-    @property
-    def model_runs(self) -> int:
-        """Training steps so far in which the model itself stood in, because none could be compiled."""
-        return self._fallback.model_runs
-
     def drop_unselected(self) -> None:
         """Have tensors that are not selected lose any gradient that the model itself computes for them."""
         self._fallback.drop_unselected(self)
 
-    @property
-    def last_step(self) -> RegionStep | None:
-        """The compiled step that ran last; None before the first."""
-        return self._last_step
-
     def note(self, text: str) -> None:
         """Warn of something that training goes on without, once, and have the report say it."""
         self._fallback.note(text)
-
-    def dump(self, directory: str | Path) -> list[Path]:
-        """Write the graphs of every stage, a diff per pass, a picture and the report to `directory`.
-
-        Returns:
-            The files written.
-        """
-        from graphopt.report.graph_dump import dump
-
-        return dump(directory, self._graph, self._plan, self.report, self._last_step)

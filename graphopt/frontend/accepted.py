@@ -1,0 +1,64 @@
+"""Which models are accepted, and how they are looked at."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from graphopt import compat
+from graphopt.errors import GraphoptError, InputError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """A model that arrives in eval mode, as `from_pretrained` leaves it, is looked at as it will be trained."""
+    require_module(model)
+    if model.training:
+        yield
+        return
+    flags = {module: module.training for module in model.modules()}
+    try:
+        model.train()
+        yield
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+
+
+def require_module(model: Any) -> None:
+    """Raise `InputError` where it is none."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
+
+
+def require_one_replica(model: nn.Module) -> None:
+    """Raise `InputError` where a model is a wrapper that spreads batches over devices."""
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise InputError(
+            f"a {type(model).__name__} spreads batches over devices, which a captured step would not. Pass the model that it "
+            "wraps, model.module; DistributedDataParallel then goes around what optimize() returns."
+        )
+
+
+def require_no_mesh(mesh: DeviceMesh | None, why: str) -> None:
+    """Raise `GraphoptError` where gradients were to be averaged in a graph, and there is none."""
+    if mesh is not None and mesh.size() > 1:
+        raise GraphoptError(
+            f"with a mesh the optimised step averages gradients, and there is none: {why}. Leave mesh= out, and wrap what "
+            "optimize() returns in DistributedDataParallel."
+        )
+
+
+def require_storage(model: nn.Module) -> None:
+    """Raise `InputError` where weights are meta or fake tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors):
+        raise InputError(
+            "the model's weights exist nowhere (meta or fake tensors): load them before optimize(), or use analyze()."
+        )
