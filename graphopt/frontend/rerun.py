@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,31 +39,39 @@ _OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_
 _ABSENT = object()
 
 
+Container = dict[Any, Any] | list[Any] | set[Any]
+
+_PLAIN = (dict, list, set, OrderedDict, defaultdict)
+"""Types of attributes that forward may change in place."""
+
+
 class Before:
-    """What a step begins with, as far as it changes that: random numbers of the CPU, and buffers."""
+    """What a step begins with, as far as it changes that: random numbers of the CPU, buffers, and attributes."""
 
-    __slots__ = ("buffers", "draws")
+    __slots__ = ("attributes", "buffers", "draws")
 
-    def __init__(self, draws: bool, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, draws: bool, model: nn.Module | None = None) -> None:
         """Remember.
 
         Args:
             draws: whether the step draws random numbers.
-            buffers: those to remember.
+            model: whose buffers and attributes are remembered.
         """
         self.draws = torch.get_rng_state() if draws else None
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in buffers]
+        self.buffers = [] if model is None else [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self.attributes = [] if model is None else _attributes(model)
 
     @contextlib.contextmanager
     def restored(self, model: nn.Module) -> Iterator[None]:
         """What runs inside begins with it, and leaves no trace in random numbers, buffers and attributes of `model`."""
         buffers = [(b, b.detach().clone()) for b in model.buffers()]
         versions = [b._version for b, _ in buffers]
-        attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+        attributes = _attributes(model)
         now = torch.get_rng_state()
         try:
             if self.draws is not None:
                 torch.set_rng_state(self.draws)
+            _put_back(self.attributes)
             with torch.no_grad():
                 for buffer, value in self.buffers:
                     buffer.copy_(value)
@@ -70,13 +79,35 @@ class Before:
                 yield
         finally:
             torch.set_rng_state(now)
-            for held, values in attributes:
-                held.clear()
-                held.update(values)
+            _put_back(attributes)
             with torch.no_grad():
                 for (buffer, value), version in zip(buffers, versions, strict=True):
                     buffer.copy_(value)
                     compat.set_version(buffer, version)  # the first run's backward may still read it
+
+
+def _attributes(model: nn.Module) -> list[tuple[Container, Container]]:
+    """The attributes of all modules and the plain containers in them, each with a copy."""
+    waiting: list[Container] = [vars(module) for module in model.modules()]
+    found: dict[int, tuple[Container, Container]] = {}
+    while waiting:
+        held = waiting.pop()
+        if id(held) in found:
+            continue
+        found[id(held)] = held, held.copy()
+        values = held.values() if isinstance(held, dict) else held
+        waiting += [value for value in values if type(value) in _PLAIN]
+    return list(found.values())
+
+
+def _put_back(attributes: Sequence[tuple[Container, Container]]) -> None:
+    """Have containers hold again what they held."""
+    for held, values in attributes:
+        held.clear()
+        if isinstance(held, list):
+            held.extend(values)
+        else:
+            held.update(values)
 
 
 class Rerun:
@@ -130,7 +161,7 @@ class Rerun:
             raise RerunError(CHANGED)
         wanted = [leaves[number] for number in gradients]
         model, args, kwargs = self.running.model, *self.arguments
-        with (self.before or Before(False, ())).restored(model), contextlib.ExitStack() as stack:
+        with (self.before or Before(False)).restored(model), contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             vars(model).pop("forward", None)  # a loop's own, which would compute a step in this one

@@ -39,7 +39,8 @@ from graphopt.transforms.symbolic_zeros import NO_LOSS
 _models = itertools.count()
 
 FIRST_CALLS = 4
-"""Calls in which buffers are remembered, in case that the step has to run again; by then it is known what is differentiated."""
+"""Calls in which buffers and attributes are remembered, in case that the step has to run again; by then it is known what is
+differentiated."""
 
 PLANS = 16
 """Plans whose compiled graphs are kept."""
@@ -121,8 +122,8 @@ class Running:
         before: Before | None = None
         if self._watches:
             self._calls += 1
-            buffers = list(self.model.buffers()) if self._calls <= FIRST_CALLS else []
-            before = Before(self._draws, buffers) if self._draws or buffers else None
+            first = self._calls <= FIRST_CALLS
+            before = Before(self._draws, self.model if first else None) if self._draws or first else None
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         if positions is None:
             raise LossNotFirst(NO_LOSS)
