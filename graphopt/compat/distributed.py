@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 ALL_REDUCE, WAIT = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
@@ -49,6 +50,12 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
 def active_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel in whose forward this is called."""
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def silence(ddp: DistributedDataParallel) -> None:
+    """Have a DistributedDataParallel leave gradients as they are, unless it has a communication hook already."""
+    if not ddp._comm_hooks:
+        ddp.register_comm_hook(None, noop_hook)
 
 
 def whole_graphs() -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from graphopt.passes import Pass, Preserves
 from graphopt.planner.plan import resolve_passes
 from graphopt.runtime.module import OptimizedModule
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -31,6 +34,7 @@ class Asked:
         given: a model that `optimize` returned, in place of all other arguments.
         reselect_every: optimizer steps between selections; None: an epoch's.
         loss_alone: nothing reads another output of the model than its loss, if it returns one.
+        mesh: see `optimize`.
     Raises:
         BudgetError, InputError, PassError: as `optimize`, as far as that needs no model.
     """
@@ -43,6 +47,7 @@ class Asked:
     reselect_every: int | None = None
     given: OptimizedModule | None = None
     loss_alone: bool = False
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         check_backend(self.backend)
@@ -69,7 +74,7 @@ class Asked:
         if self.given is not None:
             return self.given
         given = (model, batch, self.budget, self.passes, self.backend)
-        options: dict[str, Any] = {"optimizer": optimizer, "loss": self.loss, "batch_dim": self.batch_dim}
+        options: dict[str, Any] = {"optimizer": optimizer, "loss": self.loss, "batch_dim": self.batch_dim, "mesh": self.mesh}
         if self.loss_alone:
             with contextlib.suppress(LossNotFirst):
                 return optimize(*given, **options, outputs="loss")

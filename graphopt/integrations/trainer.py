@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
@@ -28,6 +28,9 @@ from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.lower import Backend
 from graphopt.passes import Pass
 from graphopt.runtime.module import OptimizedModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["STATE_FILE", "TrainerCallback", "bucketed"]
 
@@ -66,19 +69,20 @@ class TrainerCallback(transformers.TrainerCallback):
         *,
         reselect_every: int | None = None,
         batch_dim: BatchDim = 0,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         """Set up a callback.
 
         Args:
             budget: as for `optimize`; or a model that `optimize` returned for the Trainer's, in place of all other arguments.
-            passes, backend, batch_dim: as for `optimize`.
+            passes, backend, batch_dim, mesh: as for `optimize`; with a mesh the Trainer's DistributedDataParallel sends nothing.
             reselect_every: optimizer steps between selections; by default an epoch's.
         Raises:
             BudgetError, InputError, PassError: as `optimize`; lsp is only possible with a model from `optimize`.
         """
         given = budget if isinstance(budget, OptimizedModule) else None
         stated = Budget() if isinstance(budget, OptimizedModule) else Budget.of(budget)
-        self.asked = Asked(stated, passes, backend, batch_dim, None, reselect_every, given)
+        self.asked = Asked(stated, passes, backend, batch_dim, None, reselect_every, given, mesh=mesh)
         if given is None and self.asked.compresses:
             raise PassError(_COMPRESSES)
         self._diverted: Diverted | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import BudgetError, ImportanceError, InputError, PassError
+from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
 from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
@@ -154,6 +154,8 @@ class TrainingSteps:
             self.savings.last = 1.0
             self.savings.original += 1
             output = (original(*args, **kwargs),)
+            for state in {} if self.opt is None else self.opt.states.values():
+                state.after_forward(None, output[0])
         self.savings.spent += self.savings.last
         self._losses += [loss.detach()] if (loss := _own_loss(output[0])) is not None else []
         return output[0]
@@ -172,6 +174,8 @@ class TrainingSteps:
         stood_in = opt.model_runs
         try:
             output = opt(*args, **kwargs)
+        except RankError:
+            raise  # other ranks wait for this one
         except Exception as error:
             self._fail(kind, error)
             return None

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from graphopt.passes.distribute.buckets import in_buckets
 from graphopt.passes.state import State
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from graphopt.analysis.communication import Collective, communication
 from graphopt.compat import pytree
-from graphopt.compat.distributed import backward_number, group_named, store_of
+from graphopt.compat.distributed import active_ddp, backward_number, group_named, silence, store_of
 from graphopt.errors import InputError, RankError
 from graphopt.planner.plan import Plan
 
@@ -48,12 +49,12 @@ class Reduction(State):
         self.why_after = ""
         self._opt = opt
         self._name = opt.ranks.same(uuid.uuid4().hex, "starting to train")  # of this training, on all ranks
-        self._local = False
+        self._local = self._gathers = False
         self._plan: tuple[Plan | None, Plan | None] = (None, None)
         self._step: tuple[Any, ...] = (None, None, None)
         self._outside: dict[str, Tensor] = {}
         self._sent: list[Collective] = []
-        self._backward = -1
+        self._backward = self._around = -1
         self._held: list[tuple[Tensor, Tensor]] = []
 
     @contextlib.contextmanager
@@ -67,7 +68,8 @@ class Reduction(State):
 
     def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
         """The plan without collectives where gradients of other steps are to be averaged with those of this one."""
-        if not (self._local or self.pending):
+        self._gathers = self._local or not self._averages_inside(active_ddp())
+        if not (self._gathers or self.pending):
             return plan
         if plan is not self._plan[0]:
             mine: Reduced = plan.decisions[self.rewrite.name]
@@ -75,9 +77,19 @@ class Reduction(State):
         assert self._plan[1] is not None
         return self._plan[1]
 
+    def _averages_inside(self, ddp: DistributedDataParallel | None) -> bool:
+        """Whether the step under way averages; a DistributedDataParallel around the model then need not, but knows when."""
+        if ddp is None or ddp.process_group.size() != self.rewrite.size:
+            return True
+        if self._around != id(ddp):
+            self._around, own = id(ddp), {id(p) for p in self._opt.parameters()}
+            if all(id(p) in own for p in ddp.module.parameters()):
+                silence(ddp)
+        return ddp.require_backward_grad_sync
+
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """Have gradients averaged at the end of the backward from `output`, as far as the step's graph does not do it."""
-        if self._local:
+        if self._gathers:
             self.pending = True
             return
         here = (step, self._opt.plan, self.pending)
@@ -153,7 +165,8 @@ class Reduction(State):
             self._held = [(t, t.grad) for t in tensors if t.grad is not None]
             for tensor, _ in self._held:
                 tensor.grad = None
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(everything))
+        at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+        at_the_end(lambda: at_the_end(lambda: self._finish(everything)))  # after a DistributedDataParallel has ended its own
 
     @torch.no_grad()
     def _finish(self, everything: bool) -> None:

@@ -1,0 +1,39 @@
+"""The Trainer of transformers on two ranks, with gradients averaged in the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import work_trainer
+from tests.distributed.spawned import results
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("trainer")
+    return results(work_trainer.work, str(folder))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_weights_are_those_of_the_trainer_alone(ranks: list[dict[str, Any]], accumulation: int) -> None:
+    for found in ranks:
+        plain, ours = found[f"accumulation {accumulation}"]
+        for name, weight in plain.items():
+            torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-5, msg=name)
+        assert found["wrapped"] == ("DistributedDataParallel", ["noop_hook"])
+
+
+def test_a_selection_is_trained_alike_and_sent_alone(ranks: list[dict[str, Any]]) -> None:
+    names, weights, sent = ranks[0]["selected"]
+    assert ranks[1]["selected"][0] == names
+    assert sent == ranks[0]["gradients"]
+    for name, weight in weights.items():
+        assert torch.equal(weight, ranks[1]["selected"][1][name]), name
+
+
+def test_what_is_more_than_the_optimised_model_is_averaged_as_before(ranks: list[dict[str, Any]]) -> None:
+    assert [found["part"] for found in ranks] == [[0.0] * 4] * 2

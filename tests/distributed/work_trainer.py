@@ -1,0 +1,96 @@
+"""What each rank does for `test_trainer`: the Trainer of transformers, whose model it wraps in DistributedDataParallel itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+import graphopt
+
+
+def bert() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
+            max_position_embeddings=32, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )
+    )  # fmt: skip
+
+
+class Rows(Dataset[dict[str, Any]]):
+    """Token ids with labels."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        ids = torch.randint(0, 100, (12,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "attention_mask": torch.ones(12, dtype=torch.long), "labels": i % 4}
+
+
+def trained(folder: str, callback: Any, steps: int = 3, accumulation: int = 1, **options: Any) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
+        learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, **options,
+    )  # fmt: skip
+    model = bert()
+    trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback] if callback else [])
+    trainer.train()
+    return trainer
+
+
+def weights(trainer: transformers.Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def work(rank: int, folder: str) -> dict[str, Any]:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    mesh, found = init_device_mesh("cpu", (2,)), {}
+    for accumulation in (1, 2):
+        plain = trained(str(Path(folder) / "plain"), None, accumulation=accumulation)
+        callback = graphopt.TrainerCallback(None, passes=[], backend="aot_eager", mesh=mesh)
+        ours = trained(str(Path(folder) / "ours"), callback, accumulation=accumulation)
+        found[f"accumulation {accumulation}"] = weights(plain), weights(ours)
+        wrapped = ours.model_wrapped
+        found["wrapped"] = type(wrapped).__name__, [hook.__name__ for hook, _ in wrapped._comm_hooks]
+    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.6), backend="aot_eager", mesh=mesh)
+    selected = trained(str(Path(folder) / "selected"), callback)
+    found["selected"] = sorted(callback.opt.selected), weights(selected), callback.opt.report.communication.bytes
+    found["gradients"] = sum(p.nbytes for n, p in selected.model.named_parameters() if n in callback.opt.selected)
+    part = nn.ModuleDict({"opt": graphopt.optimize(nn.Linear(4, 1), (torch.ones(2, 4),), passes=[], backend="aot_eager",
+                                                   loss=torch.sum, mesh=mesh), "more": nn.Linear(4, 4)})  # fmt: skip
+    found["part"] = larger(rank, part)
+    return found
+
+
+class Larger(nn.Module):
+    """A model of which a part is optimised."""
+
+    def __init__(self, parts: nn.ModuleDict) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts["opt"](self.parts["more"](x)).sum()
+
+
+def larger(rank: int, parts: nn.ModuleDict) -> list[float]:
+    """What differs between the ranks' gradients, all of them."""
+    ddp = DistributedDataParallel(Larger(parts))
+    ddp(torch.full((2, 4), 1.0 + rank)).backward()
+    found = []
+    for p in ddp.parameters():
+        both = [torch.empty_like(p.grad) for _ in range(2)]
+        dist.all_gather(both, p.grad.contiguous())
+        found.append(float((both[0] - both[1]).abs().max()))
+    return found
