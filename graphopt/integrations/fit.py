@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,17 +16,19 @@ from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.segments import find_segments
-from graphopt.analysis.step_memory import step_memory
+from graphopt.analysis.step_memory import step_memories, step_memory
 from graphopt.api import Analysis, analyze
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
 from graphopt.errors import GraphoptError, InputError
+from graphopt.graph import TrainingGraph
 from graphopt.integrations.gpus import gpu_bytes
 from graphopt.passes.technique import Found
 from graphopt.planner.memory_plan import adopted
 from graphopt.planner.parallel import MARGIN, SEGMENT_SLACK
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.report.units import in_bytes
+from graphopt.runtime.stages import stage
 
 OVERHEAD = CONTEXT_BYTES + SEGMENT_SLACK
 """Bytes beside what a step allocates: the CUDA context, and partly used segments of the allocator."""
@@ -125,13 +127,15 @@ def fit(
     def counted(of: nn.Module, inputs: Any = example_inputs) -> Analysis:
         return analyze(of, inputs, batch_dim=batch_dim, backend=backend, optimizer=optimizer)
 
-    analysis = counted(model)
-    memory = analysis.memory
+    graph = counted(model).graph
+    eight = _in_8_bits(optimizer)
+    with stage("memory"):
+        memory, *others = step_memories(graph, backend, [optimizer] if eight is None else [optimizer, eight])
     largest = _largest(memory, usable)
     peak = memory.peak_bytes + OVERHEAD
     found = []
     for what, measure in (
-        () if peak <= usable else _changes(model, example_inputs, analysis, largest, optimizer, backend, counted)
+        () if peak <= usable else _changes(model, example_inputs, graph, [memory, *others], largest, optimizer, backend, counted)
     ):
         size = measure() + OVERHEAD
         if size < peak:
@@ -155,21 +159,21 @@ def _largest(memory: MemoryProfile, usable: int) -> int | None:
 def _changes(
     model: nn.Module,
     inputs: Any,
-    analysis: Analysis,
+    graph: TrainingGraph,
+    memories: Sequence[MemoryProfile],
     largest: int | None,
     optimizer: Optimizer,
     backend: str,
     counted: Callable[..., Analysis],
 ) -> Iterator[tuple[str, Callable[[], int]]]:
-    """What can be changed, and what finds the bytes of a step then."""
-    memory, parameters = analysis.memory, list(model.parameters())
+    """What can be changed, and what finds the bytes of a step then; `memories` are with the optimizer, and with one in 8 bits."""
+    memory, parameters = memories[0], list(model.parameters())
     if memory.symbolic and memory.batch_size > 1:
         batch = max(largest or 1, 1)
         yield f"a batch of {batch}, with gradient accumulation", lambda: memory.at(batch).peak_bytes
-    yield "activation checkpointing (Budget(memory=...))", lambda: _recomputed(analysis, backend, optimizer)
-    if isinstance(optimizer, str) and optimizer.startswith("adam") and "8bit" not in optimizer:
-        eight = f"{optimizer.partition('-')[0]}8bit"
-        yield f"{eight} in the place of {optimizer}", lambda: step_memory(analysis.graph, backend, eight).peak_bytes
+    yield "activation checkpointing (Budget(memory=...))", lambda: _recomputed(graph, backend, optimizer)
+    if len(memories) > 1:
+        yield f"{_in_8_bits(optimizer)} in the place of {optimizer}", lambda: memories[1].peak_bytes
     wide = any(p.dtype == torch.float32 for p in parameters)
     if wide:
         yield "weights in bfloat16", lambda: counted(*_in_bfloat16(model, inputs)).memory.peak_bytes
@@ -184,12 +188,19 @@ def _changes(
             yield "LoRA of rank 16 and weights in bfloat16", both
 
 
-def _recomputed(analysis: Analysis, backend: str, optimizer: Optimizer) -> int:
+def _in_8_bits(optimizer: Optimizer) -> str | None:
+    """The same optimizer with states of 8 bits, where there is one."""
+    if isinstance(optimizer, str) and optimizer.startswith("adam") and "8bit" not in optimizer:
+        return f"{optimizer.partition('-')[0]}8bit"
+    return None
+
+
+def _recomputed(graph: TrainingGraph, backend: str, optimizer: Optimizer) -> int:
     """Bytes of a step in which every segment of the forward is computed again."""
-    graph = analysis.graph
     plan = Plan(Budget(), resolve_passes(["recompute"], Budget(memory=1)))
     plan = adopted(plan, Found((), tuple(segment.name for segment in find_segments(graph) if segment.saved_bytes)))
-    return step_memory(plan.rewrite(graph)[0], backend, optimizer).peak_bytes
+    with stage("memory"):
+        return step_memory(plan.rewrite(graph)[0], backend, optimizer).peak_bytes
 
 
 def _in_bfloat16(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:

@@ -123,7 +123,7 @@ class Report:
             title: of the page.
             optimizer: whose states count in the memory; see `graphopt.analyze`.
             device_memory: of the device, such as "24GiB", to be compared with the peak.
-            front: plans over FLOPs, memory and value, by `graphopt.api.pareto`.
+            front: plans over FLOPs, memory and value, by `graphopt.pareto`.
         Raises:
             GraphoptError: nothing was captured, as with GRAPHOPT_DISABLE=1: there is nothing to draw.
         """
