@@ -77,7 +77,7 @@ class NothingToPlan(CaptureError):
 class RerunError(GraphoptError, RuntimeError):
     """A step would have to run again for an output that was not expected to be differentiated, and cannot.
 
-    Cause: inputs, weights or attributes changed between the step and its backward; the loss's backward had freed what is needed; or
+    Cause: inputs, weights or attributes changed between the step and its backward, the loss's backward freed what is needed, or
         gradients of gradients were asked for.
 
     Remedy: repeat the step, which is prepared for it from then on; differentiate both in one backward; or compute gradients of
