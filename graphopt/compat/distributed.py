@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-ALL_REDUCE, WAIT = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
-"""The collective as an operator of graphs, and what waits for it."""
+ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default if dist.is_available() else None
+"""The collective as an operator of graphs."""
+
+WAIT: Any = torch.ops._c10d_functional.wait_tensor.default if dist.is_available() else None
+"""What waits for it."""
 
 
 def collective_of(target: Any) -> str:
@@ -54,6 +56,8 @@ def active_ddp() -> DistributedDataParallel | None:
 
 def silence(ddp: DistributedDataParallel) -> None:
     """Have a DistributedDataParallel leave gradients as they are, unless it has a communication hook already."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
     if not ddp._comm_hooks:
         ddp.register_comm_hook(None, noop_hook)
 

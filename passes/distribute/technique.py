@@ -77,8 +77,8 @@ class Distribute(Technique):
         """Every parameter whose gradient the graph computes."""
         return [Site(name) for name in graph.gradients()]
 
-    def after_selection(self, plan: Plan, planning: Planning) -> Plan:
-        """The plan with the order in which gradients become ready."""
+    def before_selection(self, plan: Plan, planning: Planning) -> Plan:
+        """The plan with the order in which gradients become ready; buckets count in the memory that is planned."""
         return plan.decided(self.name, Reduced(ready_order(planning.graph)))
 
     def reselected(self, plan: Plan, graph: TrainingGraph, not_separable: Any) -> Plan:

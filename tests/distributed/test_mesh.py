@@ -128,6 +128,14 @@ def test_compressed_gradients_are_the_mean_compressed(ranks: list[dict[str, Any]
             assert dispatched == counted
 
 
+def test_buckets_count_in_the_memory_that_is_planned(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        ample, tight, alone = found["memory"]
+        assert 0 <= tight["left"] < ample["left"]
+        assert tight["used"] < ample["used"]
+        assert alone["trained"] == len(found["ddp"])
+
+
 def test_the_curve_is_that_of_one_process_on_the_joint_batch(ranks: list[dict[str, Any]]) -> None:
     one = work_mesh.curve(work_mesh.optimised(None, joint_batch(), BUDGET), joint_batch)
     assert one[-1] < one[0] - 0.1

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from graphopt.passes import Lsp
+from graphopt.passes import GreenTrainer, Lsp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -96,9 +96,19 @@ def work(rank: int) -> dict[str, Any]:
     in_parts(rank, mesh, found)
     freezes(mesh, batch, found)
     compresses(rank, mesh, found)
+    found["memory"] = within_memory(mesh, batch)
     found["curve"] = curve(optimised(mesh, batch, BUDGET), lambda seed: own_batch(rank, seed))
     refuses(rank, mesh, batch, found)
     return found
+
+
+def within_memory(mesh: Any, batch: Any) -> list[dict[str, float]]:
+    """What is left of a limit that is ample, of one that the buckets make too small, and that one without ranks."""
+    ample = optimised(mesh, batch, graphopt.Budget(memory="1GiB"), passes=[GreenTrainer()]).report.plan
+    limit = graphopt.Budget(memory=ample.predicted["peak_bytes"] - 4000)
+    alone = graphopt.optimize(used(model()), batch, limit, [GreenTrainer()], "aot_eager")
+    return [ample.remaining["memory"], optimised(mesh, batch, limit, passes=[GreenTrainer()]).report.plan.remaining["memory"],
+            {"trained": len(alone.selected)}]  # fmt: skip
 
 
 def curve(opt: Any, batch_of: Any) -> list[float]:
