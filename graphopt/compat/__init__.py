@@ -124,6 +124,33 @@ def wrap_backward(node: Any, run: Callable[[Any, Callable[..., Any], list[Any]],
     function.backward = staticmethod(boxed if getattr(function, "boxed_grads_call", False) else unboxed)
 
 
+def on_compiled_autograd(node: Any, begun: Callable[[Any], None], check: Callable[[Sequence[Any]], None]) -> None:
+    """Where torch's compiled autograd runs the nodes of a compiled graph, which calls no backward of theirs.
+
+    Args:
+        node: one of them.
+        begun: called with the node. Where `check` cannot be called (torch 2.11 and 2.12), its errors are all that there is.
+        check: called with the gradients of the node's outputs.
+    """
+    function = node._forward_cls
+    key, prologue = function._compiled_autograd_key, getattr(function, "_bw_prologue_fn", None)
+
+    def begins(node: Any) -> Any:
+        begun(node)
+        if prologue is None:
+            check([torch.empty(0)] * len(node._input_metadata))
+        return key(node)
+
+    function._compiled_autograd_key = staticmethod(begins)
+    if prologue is not None:
+
+        def checked(saved: Any, numbers: Any, objects: Any, gradients: Sequence[Any]) -> Any:
+            check(gradients)
+            return prologue(saved, numbers, objects, gradients)
+
+        function._bw_prologue_fn = staticmethod(checked)
+
+
 def keeps_graph() -> bool:
     """In a backward: whether there may be another (`retain_graph=True`)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()

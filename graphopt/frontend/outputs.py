@@ -16,12 +16,18 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
-from graphopt.compat import keeps_graph, pytree, wrap_backward
+from graphopt.compat import keeps_graph, on_compiled_autograd, pytree, wrap_backward
 from graphopt.errors import RerunError
 
 _AGAIN = (
     "an output of a step was differentiated after the backward through its loss, which has freed what is needed for that: "
     "differentiate both in one backward, or the first with retain_graph=True."
+)
+
+
+_COMPILED = (
+    "an output of the model beside the loss was differentiated under torch's compiled autograd, where the step cannot run again "
+    "for it. Repeat the step; later ones are prepared for it."
 )
 
 
@@ -140,7 +146,16 @@ def answer(node: Any, outputs: Sequence[Any], unasked: Sequence[int], tangents: 
                 found[i] = other if mine is None else mine + other
         return tuple(found)
 
+    def begun(node: Any) -> None:
+        if node.ask is not None:
+            node.ask.running.differentiate_all()
+
+    def check(gradients: Sequence[Any]) -> None:
+        if any(gradients[i] is not None for i in absent):
+            raise RerunError(_COMPILED)
+
     wrap_backward(node, run)
+    on_compiled_autograd(node, begun, check)
 
 
 def _materialize(node: Any, gradients: list[Tensor | None], i: int) -> None:

@@ -45,6 +45,10 @@ _PLAIN = (dict, list, set, OrderedDict, defaultdict)
 """Types of attributes that forward may change in place."""
 
 
+LARGEST = 1000
+"""Entries of a container that is taken for something that forward keeps, and not for data."""
+
+
 class Before:
     """What a step begins with, as far as it changes that: random numbers of the CPU, buffers, and attributes."""
 
@@ -96,7 +100,8 @@ def _attributes(model: nn.Module) -> list[tuple[Container, Container]]:
             continue
         found[id(held)] = held, held.copy()
         values = held.values() if isinstance(held, dict) else held
-        waiting += [value for value in values if type(value) in _PLAIN]
+        if len(held) <= LARGEST:
+            waiting += [value for value in values if type(value) in _PLAIN and len(value) <= LARGEST]
     return list(found.values())
 
 

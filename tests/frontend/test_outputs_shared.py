@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -232,3 +233,55 @@ def test_inside_a_checkpoint() -> None:
             out = checkpoint(called, rows(step), use_reentrant=False)
             USES["all"](out).backward()
         assert_gradients(model, eager)
+
+
+class Drawing(Shared):
+    """With dropout, and statistics of the batch in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.BatchNorm1d(6).double(), nn.Dropout(0.5)
+
+    def others(self, x: Tensor, hidden: Tensor, logits: Tensor, loss: Tensor) -> dict[str, Tensor]:
+        return {"a": logits, "b": self.other(self.dropout(self.norm(hidden)))}
+
+
+def test_two_calls_before_their_backwards() -> None:
+    """Each runs again as it was, whatever has happened since."""
+    model = Drawing()
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, (rows(0),), backend="aot_eager")
+    for step in range(3):
+        for module, called in ((eager, eager), (model, opt)):
+            module.zero_grad()
+            torch.manual_seed(step)
+            first, second = called(rows(step)), called(rows(step + 10))
+            USES["all"](first).backward()
+            (USES["others"](second) + second["loss"]).backward()
+        assert_gradients(model, eager)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+
+
+def test_compiled_autograd() -> None:
+    """It calls no backward of ours: an output that is differentiated is an error once, and no gradient is lost without a word."""
+    from torch._dynamo import compiled_autograd
+
+    model = Shared()
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, (rows(0),), backend="aot_eager")
+
+    def backward(loss: Tensor) -> None:
+        with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+            loss.backward()
+
+    backward(opt(rows(0))["loss"])
+    eager(rows(0))["loss"].backward()
+    assert_gradients(model, eager)
+    other = graphopt.optimize(copy.deepcopy(model), (rows(0),), backend="aot_eager")
+    refused = pytest.raises(Exception, match="compiled autograd")
+    for called, expected in ((other, refused), (other, nullcontext()), (eager, nullcontext())):
+        called.zero_grad()
+        loss = USES["all"](called(rows(1)))
+        with expected:
+            backward(loss)
+    assert_gradients(other, eager)
