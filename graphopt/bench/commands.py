@@ -47,13 +47,20 @@ def bench_logits(
     chunks: Annotated[int | None, typer.Option(min=1, help="As many as are chosen by default.")] = None,
     labelled: Annotated[float, typer.Option(min=0.0, max=1.0, help="Part of the tokens, the last, that have a label.")] = 1.0,
     lora: Annotated[bool, typer.Option("--lora", help="Train adapters of rank 8 alone: the head is frozen.")] = False,
+    trainer: Annotated[
+        bool, typer.Option("--trainer", help="SmolLM2-135M with its weights on real text, in the Trainer (make llm).")
+    ] = False,
     repeats: Repeats = 5,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """A language model's logits in chunks of tokens, against eager and torch.compile: bytes that a step allocates, and time."""
-    from graphopt.bench import logits
+    from graphopt.bench import logits, logits_trainer
 
+    if trainer:
+        chosen = (tokens, samples, labelled, lora, repeats)
+        _measure(lambda console: logits_trainer.run(*chosen, console), logits_trainer.show, out, as_json)
+        return
     settings = (layers, tokens, samples, chunks, labelled, lora, repeats)
     _measure(lambda console: logits.run(*settings, console), logits.show, out, as_json)
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
-from graphopt.bench.memory import peak_of
+from graphopt.bench.peak import peak_of
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device
 from graphopt.compat.inductor import fresh_compiler_cache

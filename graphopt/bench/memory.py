@@ -7,7 +7,6 @@ both: it is counted from the tensors themselves on the CPU.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import named_optimizer
 from graphopt.bench.cases import chosen
 from graphopt.bench.memory_models import MODELS
+from graphopt.bench.peak import peak_of
 from graphopt.bench.tables import table
 from graphopt.integrations.models import quiet_transformers
 
@@ -152,40 +152,6 @@ def _peak(
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of tensors that exist before and after a step, each storage once."""
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def peak_of(train: Callable[[], None], device: str, held: int = 0) -> int:
-    """The most bytes that exist at once during a step.
-
-    Args:
-        held: bytes that exist for the whole step, which are measured on CUDA alone.
-    """
-    return peak_on_cuda(train) if device == "cuda" else held + peak_on_cpu(train)
-
-
-def peak_on_cpu(train: Callable[[], None]) -> int:
-    """Largest running sum of the allocator's events during one step."""
-    from torch.profiler import ProfilerActivity, profile
-
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train()
-    current = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            current += event.nbytes()
-            peak = max(peak, current)
-    return peak
-
-
-def peak_on_cuda(train: Callable[[], None]) -> int:
-    """Largest number of bytes that tensors held during one step."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    train()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
 
 
 def show(results: dict[str, Any], console: Console) -> None:

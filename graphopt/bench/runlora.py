@@ -18,7 +18,7 @@ from torch import nn
 import graphopt
 from graphopt.bench.cases import chosen
 from graphopt.bench.greentrainer import trained_once
-from graphopt.bench.memory import peak_of
+from graphopt.bench.peak import peak_of
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device
 from graphopt.errors import InputError

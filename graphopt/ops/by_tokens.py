@@ -100,9 +100,13 @@ def by_tokens(program: str, rows: list[Tensor], whole: list[Tensor], chunk: int,
     for start in range(0, count, chunk):
         size = min(chunk, count - start)
         index: Any = slice(start, start + size) if active is None else active[start : start + size]
-        given = [t[index] if active is None else t.index_select(0, index) for t in rows]
-        _add(code.results, results, run(size, *given, *whole), index)
+        _add(code.results, results, run(size, *_rows_of(rows, index, active is not None), *whole), index)
     return results
+
+
+def _rows_of(rows: Sequence[Tensor], index: Any, copied: bool) -> list[Tensor]:
+    """The rows of a chunk; the caller holds no name for them, so that one chunk's are gone when the next one's are taken."""
+    return [t.index_select(0, index) if copied else t[index] for t in rows]
 
 
 def by_tokens_flops(program: Any, rows: Any, whole: Any, chunk: Any, flops: Any, workspace: Any, **kwargs: Any) -> Any:

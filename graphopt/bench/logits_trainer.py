@@ -1,0 +1,153 @@
+"""`graphopt bench logits --trainer`: SmolLM2-135M with its weights on real text, in the Trainer of transformers.
+
+One Trainer compiles its model with `torch_compile=True`, the other has a `TrainerCallback`. Neither the model nor the Trainer is
+changed. They train in turn, each twice: accelerate keeps one state per process, so that two Trainers cannot take turns step by
+step. CPU seconds (of all threads of the process) are reported beside seconds: other work on the machine disturbs them less.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.bench.peak import PeakBytes
+from graphopt.bench.smollm2 import packed, pretrained_smollm2
+from graphopt.bench.tables import table
+from graphopt.bench.timing import now, this_device
+
+WARMUP = 3
+"""Steps of each Trainer that do not count: the first compile, and the next may compile what the optimizer changed."""
+
+SIDES = ("torch.compile", "graphopt")
+ROUNDS = 2
+
+
+class Measured(transformers.TrainerCallback):
+    """Measures forward and backward of a Trainer's steps, and in the last one their memory."""
+
+    def __init__(self, device: str, progress: Callable[[], object]) -> None:
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.losses: list[float] = []
+        self.peak_bytes = 0
+        self._device, self._progress = device, progress
+        self._peak: PeakBytes | None = None
+        self._start = self._cpu_start = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin to measure."""
+        if state.global_step == state.max_steps - 1:
+            self._peak = PeakBytes(self._device).begin()
+        self._start, self._cpu_start = now(self._device), time.process_time()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Forward and backward have ended."""
+        seconds, cpu_seconds = now(self._device) - self._start, time.process_time() - self._cpu_start
+        if self._peak is not None:
+            self.peak_bytes = self._peak.end()
+            self._peak = None
+        elif state.global_step >= WARMUP:
+            self.seconds.append(seconds)
+            self.cpu_seconds.append(cpu_seconds)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell it."""
+        self._progress()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Note the loss."""
+        if logs is not None and "loss" in logs:
+            self.losses.append(float(logs["loss"]))
+
+
+def run(tokens: int, samples: int, labelled: float, lora: bool, repeats: int, console: Console) -> dict[str, Any]:
+    """Measure both sides; arguments as `graphopt.bench.logits.run`."""
+    device, name = this_device()
+    steps = WARMUP + repeats + 1
+    columns = packed(samples * steps, tokens // samples, labelled)
+    with Progress(console=console) as bar, tempfile.TemporaryDirectory() as folder:
+        task = bar.add_task("training", total=ROUNDS * len(SIDES) * steps)
+        measured = {side: Measured(device, lambda: bar.advance(task)) for side in SIDES}
+        for side in SIDES * ROUNDS:
+            trainer = _trainer(side, _model(lora), columns, samples, steps, folder)
+            trainer.add_callback(measured[side])
+            trainer.train()
+    rows = [_row(side, found, measured["torch.compile"]) for side, found in measured.items()]
+    settings = {"tokens": tokens, "samples": samples, "labelled": labelled, "lora": lora, "repeats": repeats}
+    return {"torch": torch.__version__, "device": name, **settings, "rows": rows}
+
+
+def _model(lora: bool) -> nn.Module:
+    model = pretrained_smollm2()
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+
+
+def _trainer(
+    side: str, model: nn.Module, columns: dict[str, Tensor], samples: int, steps: int, folder: str
+) -> transformers.Trainer:
+    arguments = transformers.TrainingArguments(
+        folder, per_device_train_batch_size=samples, max_steps=steps, learning_rate=1e-5, lr_scheduler_type="constant",
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=0, torch_compile=side == "torch.compile",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    rows = [{key: column[row] for key, column in columns.items()} for row in range(len(columns["labels"]))]
+    callbacks = [graphopt.TrainerCallback()] if side == "graphopt" else []
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def _row(side: str, measured: Measured, compiled: Measured) -> dict[str, Any]:
+    seconds, cpu_seconds = statistics.median(measured.seconds), statistics.median(measured.cpu_seconds)
+    return {
+        "variant": side,
+        "step_bytes": measured.peak_bytes,
+        "bytes_ratio": measured.peak_bytes / compiled.peak_bytes,
+        "seconds": seconds,
+        "time_ratio": seconds / statistics.median(compiled.seconds),
+        "cpu_seconds": cpu_seconds,
+        "cpu_time_ratio": cpu_seconds / statistics.median(compiled.cpu_seconds),
+        "losses": measured.losses,
+    }
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    trained = "adapters of rank 8 are trained" if results["lora"] else "all is trained"
+    console.print(
+        f"torch {results['torch']}, {results['device']}: SmolLM2-135M in the Trainer, {results['tokens']:,} tokens of text, "
+        f"{results['labelled']:.0%} of them with a label, {trained}, median of {results['repeats']} steps (forward, backward)"
+    )
+    columns = (
+        "run by",
+        "step allocates MB",
+        "of torch.compile's",
+        "seconds",
+        "CPU s",
+        "CPU time of torch.compile's",
+        "first loss",
+        "last",
+    )
+    console.print(table(columns, map(_cells, results["rows"])))
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    losses = row["losses"]
+    return (
+        row["variant"], f"{row['step_bytes'] / 1e6:,.1f}", f"{row['bytes_ratio']:.2f}", f"{row['seconds']:.2f}",
+        f"{row['cpu_seconds']:.2f}", f"{row['cpu_time_ratio']:.2f}", f"{losses[0]:.5f}", f"{losses[-1]:.5f}",
+    )  # fmt: skip

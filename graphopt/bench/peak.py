@@ -1,0 +1,54 @@
+"""How benchmarks measure the memory of a step."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class PeakBytes:
+    """Measures between `begin` and `end` the most bytes that exist at once.
+
+    On the CPU that is the largest running sum of the allocator's events in this thread: what existed before does not count. On
+    CUDA it is `torch.cuda.max_memory_allocated`: what existed before counts.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._profiler = None if device == "cuda" else profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def begin(self) -> PeakBytes:
+        """Start to measure."""
+        gc.collect()
+        if self._profiler is not None:
+            self._profiler.start()
+        else:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def end(self) -> int:
+        """The bytes."""
+        if self._profiler is None:
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated()
+        self._profiler.stop()
+        current = peak = 0
+        for event in self._profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() == "[memory]":
+                current += event.nbytes()
+                peak = max(peak, current)
+        return peak
+
+
+def peak_of(train: Callable[[], None], device: str, held: int = 0) -> int:
+    """The most bytes that exist at once during a step.
+
+    Args:
+        held: bytes that exist for the whole step, which are measured on CUDA alone.
+    """
+    peak = PeakBytes(device).begin()
+    train()
+    return peak.end() + (0 if device == "cuda" else held)
