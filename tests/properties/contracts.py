@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from graphopt.passes import GreenTrainer, Lsp, RunLora, Vcas, run_pass
+from graphopt.passes import DeadRows, GreenTrainer, LinearCrossEntropy, Lsp, RunLora, Vcas, run_pass
 from graphopt.passes.vcas import ROWS
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -60,6 +60,7 @@ class Request:
         share: where the FLOPs budget lies between the smallest feasible and 1, or which part of the tensors is trained.
         keep_rows, keep_tokens: ratios of the sampler.
         subspace, order: of the compression, and of adapters' products.
+        chunks: of tokens, in which a head is computed.
         backend: that compiles.
     """
 
@@ -69,13 +70,16 @@ class Request:
     keep_tokens: float
     subspace: int
     order: str | None
+    chunks: int
     backend: str = "aot_eager"
 
 
 COMBINATIONS = [
     (), ("flops",), ("vcas",), ("lsp",), ("runlora",), ("train",), ("flops", "runlora"), ("flops", "vcas"), ("train", "vcas"),
     ("train", "lsp"), ("runlora", "lsp"), ("runlora", "vcas"), ("train", "runlora", "vcas", "lsp"), ("memory",),
-    ("flops", "memory"), ("vcas", "lsp"), ("flops", "calibrated"), ("flops", "runlora", "calibrated"),
+    ("flops", "memory"), ("vcas", "lsp"), ("flops", "calibrated"), ("flops", "runlora", "calibrated"), ("rows", "heads"),
+    ("heads",), ("flops", "rows", "heads"), ("train", "rows", "heads"), ("runlora", "heads"), ("rows", "heads", "lsp"),
+    ("rows", "heads", "vcas"),
 ]  # fmt: skip
 
 
@@ -91,6 +95,7 @@ def requests(draw: Any, inductor_one_in: int = 0) -> Request:
         keep_tokens=draw(ratio),
         subspace=draw(st.integers(1, 3)),
         order=draw(st.sampled_from([None, *(f"forward{f}+backward{b}" for f in (1, 2) for b in (1, 2, 5, 6, 8))])),
+        chunks=draw(st.integers(2, 4)),
         backend="inductor" if compiled else "aot_eager",
     )
 
@@ -226,6 +231,10 @@ def optimized(model: Network, request: Request, expected: Run) -> Any:
     """The optimised model; a budget that is too small becomes the smallest that the error calls feasible."""
     inputs = model.inputs(model.sizes[0], seed=0)
     passes: list[Any] = []
+    if "rows" in request.passes:
+        passes.append(DeadRows())
+    if "heads" in request.passes:
+        passes.append(LinearCrossEntropy(request.chunks))
     if "flops" in request.passes:
         passes.append(GreenTrainer())
     if "train" in request.passes:

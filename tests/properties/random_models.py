@@ -21,6 +21,8 @@ class Network(nn.Module):
     Attributes:
         shape: of the input x, without the batch.
         objective: how the outputs of the head are compared with y.
+        cap, shifted, cross_entropy: how logits are bounded, whether each token predicts the next one's label, and what the
+            cross entropy is made with.
         output: what is returned; `loss_of` finds what is differentiated.
         input_gradient, strided, changed: whether x requires a gradient, its batch is the last dimension in memory, and it is
             changed in place.
@@ -47,7 +49,12 @@ class Network(nn.Module):
             self.head = nn.Linear(math.prod(self.body.out), CLASSES)
         self.per_token = self.head.out_features == VOCABULARY and self.head.in_features == self.body.out[-1]
         self.per_token = self.per_token and len(self.body.out) == 2 and self.kind == "tokens"
-        self.objective = c.of(["cross entropy", "mse", "sum"])
+        self.objective = c.of(["cross entropy", "mse", "sum", "cross entropy"])
+        self.cap = c.of([None, None, 2.0])
+        self.shifted = self.per_token and self.body.out[0] > 1 and c.flag()
+        self.cross_entropy: dict[str, Any] = {"reduction": c.of(["mean", "sum", "none"]), "label_smoothing": c.of([0.0, 0.0, 0.2])}
+        if c.rarely(3):
+            self.class_weight = nn.Buffer(0.5 + torch.rand(self.head.out_features))
         self.output = c.of(["loss", "tuple", "dict", "nested", "aliases", "loss", "dict", "tuple", "nested", "two losses"])
         self.input_gradient = self.kind != "tokens" and c.rarely(6)
         self.strided = c.rarely(6)
@@ -64,15 +71,23 @@ class Network(nn.Module):
     def extra_repr(self) -> str:
         frozen = [name for name, p in self.named_parameters() if not p.requires_grad]
         inputs = f"{self.kind} {self.shape}, input_gradient={self.input_gradient}, strided={self.strided}, changed={self.changed}"
-        return f"{inputs}, batches {self.sizes}, {self.objective}, returns {self.output}; frozen {frozen}"
+        head = f"{self.objective} {self.cross_entropy}, cap={self.cap}, shifted={self.shifted}"
+        return f"{inputs}, batches {self.sizes}, {head}, returns {self.output}; frozen {frozen}"
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         if self.changed:
             x.mul_(0.5)
         hidden = self.body(self.embedding(x) if self.kind == "tokens" else x)
         logits = self.head(hidden if self.per_token else hidden.flatten(1))
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
         if self.objective == "cross entropy":
-            loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=-1)
+            scores, labels = (logits[:, :-1], y[:, 1:]) if self.shifted else (logits, y)
+            weight = getattr(self, "class_weight", None)
+            terms = F.cross_entropy(
+                scores.flatten(0, -2), labels.flatten(), weight=weight, ignore_index=-1, **self.cross_entropy
+            )
+            loss = terms.mean()
         elif self.objective == "mse":
             loss = F.mse_loss(logits, F.one_hot(y.clamp(min=0), logits.shape[-1]).to(logits))
         else:

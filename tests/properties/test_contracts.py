@@ -38,7 +38,7 @@ class Perceptron(nn.Module):
 
 
 def request(*passes: str) -> Request:
-    return Request(passes, share=0.6, keep_rows=0.5, keep_tokens=0.5, subspace=2, order=None)
+    return Request(passes, share=0.6, keep_rows=0.5, keep_tokens=0.5, subspace=2, order=None, chunks=2)
 
 
 def scaled_output(kind: str) -> Callable[[TrainingGraph], None]:
