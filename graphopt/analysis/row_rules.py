@@ -116,9 +116,10 @@ def is_zero(argument: Any) -> bool:
     """Whether an argument is zero, or a tensor of zeros."""
     if not isinstance(argument, fx.Node):
         return argument == 0
+    zeros = (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default)
     positions: dict[Any, int] = {aten.full.default: 1, aten.scalar_tensor.default: 0, aten.full_like.default: 1}
     value = positions.get(argument.target)
-    return argument.target is aten.zeros_like.default or (value is not None and arguments(argument)[value] == 0)
+    return argument.target in zeros or (value is not None and arguments(argument)[value] == 0)
 
 
 def elementwise(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:

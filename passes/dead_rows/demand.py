@@ -6,9 +6,10 @@ import itertools
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from graphopt.passes.dead_rows.of_each import known_before
+from graphopt.passes.dead_rows.places import Places, Rows, put_back_at, read_places, rules_of
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
@@ -18,27 +19,6 @@ from graphopt.analysis.row_rules import ROWS_FIRST, Axis, Read, arguments, first
 from graphopt.graph import TrainingGraph, descendants
 
 aten = torch.ops.aten
-
-MOST = 0.5
-"""Part of the rows that may be read, for the others to be left out."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows `start` to `stop` (exclusive) of `length`."""
-
-    length: int
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return self.stop - self.start
-
-    def __str__(self) -> str:
-        which = f"row {self.start}" if self.count == 1 else f"rows {self.start} to {self.stop - 1}"
-        return f"{which} of {self.length}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +36,7 @@ class Demand:
     """
 
     name: str
-    rows: Rows
+    rows: Places
     takes: Mapping[fx.Node, Axis]
     narrow: Mapping[fx.Node, Axis]
     zeros: frozenset[fx.Node]
@@ -67,59 +47,17 @@ class Demand:
 def find_demands(graph: TrainingGraph) -> list[Demand]:
     """Every set of rows by which a step can be made cheaper, each as if it were the only one."""
     found: list[Demand] = []
-    for (node, dim), taken in _taken(graph).items():
-        rows = Rows(taken[0][0].length, min(r.start for r, _ in taken), max(r.stop for r, _ in taken))
-        if rows.count > MOST * rows.length or any(node in demand.narrow for demand in found):
+    for rows, takes in read_places(graph):
+        if any(arguments(take)[0] in demand.narrow for demand in found for take in takes):
             continue
-        demand = _demand(graph, rows, {take: Axis(dim) for _, take in taken})
-        if demand.flops > 0:
+        demand = _demand(graph, rows, takes)
+        if demand.flops > 0 and (isinstance(rows, Rows) or known_before(rows, demand.narrow)):
             found.append(demand)
     return found
 
 
-def taken_rows(node: fx.Node) -> tuple[int, Rows] | None:
-    """The dimension and the rows that a `select` or `slice` takes, or that its backward puts among zeros; None: no such node."""
-    backward = node.target in (aten.select_backward.default, aten.slice_backward.default)
-    if not backward and node.target not in (aten.select.int, aten.slice.Tensor):
-        return None
-    whole = first_value(node if backward else arguments(node)[0])
-    given = arguments(node)[2:] if backward else arguments(node)[1:]
-    if whole is None or any(isinstance(argument, fx.Node) for argument in given):
-        return None
-    dim = (given[0] if given else 0) % whole.dim()
-    length = whole.shape[dim]
-    if not isinstance(length, int):
-        return None
-    if node.target in (aten.select.int, aten.select_backward.default):
-        index = given[1] % length
-        return dim, Rows(length, index, index + 1)
-    bounds: tuple[Any, ...] = (*given[1:], *(None, None, 1)[max(0, len(given) - 1) :])
-    start, stop, step = bounds
-    start, stop, _ = slice(start, stop).indices(length)
-    return (dim, Rows(length, start, stop)) if step == 1 and start < stop else None
-
-
-def _taken(graph: TrainingGraph) -> dict[tuple[fx.Node, int], list[tuple[Rows, fx.Node]]]:
-    """By tensor and dimension, the rows that nodes of the forward take of it."""
-    found: dict[tuple[fx.Node, int], list[tuple[Rows, fx.Node]]] = {}
-    for node in graph.graph.nodes:
-        if node.target in (aten.select.int, aten.slice.Tensor) and (taken := taken_rows(node)) is not None:
-            dim, rows = taken
-            source = _source(arguments(node)[0])
-            if source.op == "call_function" and rows.count < rows.length:
-                found.setdefault((source, dim), []).append((rows, node))
-    return found
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What a node has all elements of: `x` of `x[:]`."""
-    while node.target is aten.slice.Tensor and node.meta["val"].shape == arguments(node)[0].meta["val"].shape:
-        node = arguments(node)[0]
-    return node
-
-
-def _demand(graph: TrainingGraph, rows: Rows, takes: Mapping[fx.Node, Axis]) -> Demand:
-    rules = Rules(graph, rows.length)
+def _demand(graph: TrainingGraph, rows: Places, takes: Mapping[fx.Node, Axis]) -> Demand:
+    rules = rules_of(graph, rows)
     zeros, sums = _zeros(graph, rules, rows)
     narrow = dict(zeros)
     for node in reversed(graph.graph.nodes):
@@ -137,18 +75,16 @@ def _demand(graph: TrainingGraph, rows: Rows, takes: Mapping[fx.Node, Axis]) -> 
     return Demand(_name(graph, takes), rows, used, narrow, frozenset(zeros), sums, flops)
 
 
-def _zeros(graph: TrainingGraph, rules: Rules, rows: Rows) -> tuple[dict[fx.Node, Axis], dict[fx.Node, Read]]:
+def _zeros(graph: TrainingGraph, rules: Rules, rows: Places) -> tuple[dict[fx.Node, Axis], dict[fx.Node, Read]]:
     """Nodes that are zero in all rows but these, and those that sum over the rows of such."""
     zeros: dict[fx.Node, Axis] = {}
     sums: dict[fx.Node, Read] = {}
     for node in graph.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in (aten.select_backward.default, aten.slice_backward.default) and (put := taken_rows(node)) is not None:
-            dim, these = put
-            if these.length == rows.length and rows.start <= these.start and these.stop <= rows.stop:
-                zeros[node] = Axis(dim)
-                continue
+        if (put := put_back_at(graph, rows, node)) is not None:
+            zeros[node] = put
+            continue
         read = {n: zeros[n] for n in tensors_of(node) if n in zeros}
         if not read or (node.target is operator.getitem and arguments(node)[0].target in ROWS_FIRST and arguments(node)[1] != 0):
             continue

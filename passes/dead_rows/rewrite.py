@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from graphopt.passes.dead_rows.demand import Demand, taken_rows
+from graphopt.passes.dead_rows.demand import Demand
+from graphopt.passes.dead_rows.of_each import RowAxis, RowOfEach, before_everything, places
+from graphopt.passes.dead_rows.places import Rows, put_back_at, rules_of, taken_rows
 from torch import fx
 
-from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import ROWS_FIRST, Axis, arguments, first_value
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import PassError
@@ -42,7 +43,7 @@ class _Narrowing:
         self.graph = graph
         self.demand = demand
         self.rows = demand.rows
-        self.rules = Rules(graph, demand.rows.length)
+        self.rules = rules_of(graph, demand.rows)
         self.made: dict[tuple[fx.Node, Axis], fx.Node] = {}
         self.padded: dict[fx.Node, fx.Node] = {}
         self.drawn: dict[fx.Node, fx.Node] = {}
@@ -52,6 +53,8 @@ class _Narrowing:
     def apply(self) -> None:
         """See `narrow`."""
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
+        if isinstance(self.rows, RowOfEach):
+            before_everything(self.rows, self.demand.narrow, self.graph.graph)
         self.sizes = _sizes_of_inputs(self.graph.graph)
         for node in list(self.graph.graph.nodes):
             if node in self.demand.narrow:
@@ -109,15 +112,21 @@ class _Narrowing:
         if node not in self.padded:
             axis = self.demand.narrow[node]
             split, dim = split_rows(self.rules, self.made[node, axis], axis, self.rows.count, self._before(anchor))
-            whole = self._among_zeros(split, dim, self.rows.length, self.rows.start, anchor)
+            if isinstance(self.rows, RowOfEach):
+                whole = self._scattered(split, dim, axis, node, anchor)
+            else:
+                whole = self._among_zeros(split, dim, self.rows.length, self.rows.start, anchor)
             self.padded[node] = joined_rows(whole, node, axis, self._before(anchor))
         return self.padded[node]
 
     def _take(self, node: fx.Node, axis: Axis) -> None:
         """What is taken of the rows."""
+        source = self._narrowed(arguments(node)[0], axis, node)
+        if isinstance(self.rows, RowOfEach):
+            node.replace_all_uses_with(self._emit(aten.select.int, (source, axis.dim, 0), node))
+            return
         found = taken_rows(node)
         assert found is not None
-        source = self._narrowed(arguments(node)[0], axis, node)
         start, stop = found[1].start - self.rows.start, found[1].stop - self.rows.start
         if node.target is aten.select.int:
             replaced = self._emit(aten.select.int, (source, axis.dim, start), node)
@@ -128,11 +137,12 @@ class _Narrowing:
         node.replace_all_uses_with(replaced)
 
     def _is_put_back(self, node: fx.Node, axis: Axis) -> bool:
-        backward = node.target in (aten.select_backward.default, aten.slice_backward.default)
-        return backward and (found := taken_rows(node)) is not None and found[0] == axis.dim
+        return put_back_at(self.graph, self.rows, node) == axis
 
     def _put_back(self, node: fx.Node, axis: Axis) -> fx.Node:
         """Rows of a gradient among those zeros that are left."""
+        if isinstance(self.rows, RowOfEach):
+            return self._emit(aten.unsqueeze.default, (self._input(arguments(node)[2], None, node), axis.dim), node)
         found = taken_rows(node)
         assert found is not None
         gradient, rows = self._input(arguments(node)[0], None, node), found[1]
@@ -167,7 +177,29 @@ class _Narrowing:
         return drawn if arguments(node)[1] else self._emit(aten.mul.Tensor, (part, drawn), node)
 
     def _part(self, node: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
-        return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, self._before(anchor))
+        emit = self._before(anchor)
+        if isinstance(self.rows, Rows):
+            return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, emit)
+        assert isinstance(axis, RowAxis)
+        split, dim = split_rows(self.rules, node, axis, self.rows.length, emit)
+        where = places(self.rows, split, dim, axis, self._dimensions(node), emit)
+        return joined_rows(emit(aten.gather.default, (split, dim, where)), node, axis, emit)
+
+    def _scattered(self, part: fx.Node, dim: int, axis: Axis, like: fx.Node, anchor: fx.Node) -> fx.Node:
+        """One row of each sample among zeros."""
+        assert isinstance(axis, RowAxis)
+        assert isinstance(self.rows, RowOfEach)
+        sizes = [size if isinstance(size, int) else self.sizes.get(expression(size)) for size in part.meta["val"].shape]
+        sizes[dim] = self.rows.length
+        if None in sizes:
+            raise PassError(f"{like.name} has a size that is computed nowhere.")
+        emit = self._before(anchor)
+        zeros = emit(aten.new_zeros.default, (part, sizes))
+        where = places(self.rows, part, dim, axis, self._dimensions(like), emit)
+        return emit(aten.scatter.src, (zeros, dim, where, part))
+
+    def _dimensions(self, node: fx.Node) -> int:
+        return len(self.rules.shape(node))
 
     def _before(self, anchor: fx.Node) -> Emit:
         return lambda target, args: self._emit(target, args, anchor)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import DeadRows, run_pass
-from graphopt.passes.dead_rows.demand import Rows, find_demands
+from graphopt.passes.dead_rows.demand import find_demands
+from graphopt.passes.dead_rows.places import Rows
 from torch import Tensor, nn
 
 import graphopt
@@ -201,14 +202,20 @@ def test_another_batch_size_and_another_length() -> None:
             torch.testing.assert_close(parameter.grad, other.grad)
 
 
+DECODERS = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma")
+
+
 def transformers_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A tiny classifier and a batch."""
     import transformers
 
     common = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 4}
-    text = {**common, "vocab_size": 50, "max_position_embeddings": 32}
+    text = {**common, "vocab_size": 50, "max_position_embeddings": 32, "pad_token_id": 0}
+    decoder = {**text, "num_key_value_heads": 2, "head_dim": 8}
     image = {**common, "image_size": 8, "patch_size": 2}
     own = {
+        "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50, "num_labels": 4, "pad_token_id": 0},
+        "OPT": {**common, "ffn_dim": 32, "word_embed_proj_dim": 16, "vocab_size": 50, "pad_token_id": 0},
         "XLNet": {"d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32, "vocab_size": 50, "num_labels": 4},
         "DistilBert": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 50, "num_labels": 4},
         "Beit": {**image, "use_mean_pooling": False},
@@ -216,10 +223,15 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         "DeiT": image,
     }
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**own.get(name, text))
+    config = getattr(transformers, f"{name}Config")(
+        **own.get(name, decoder if name in DECODERS else text)
+    )
     of_images = name in ("ViT", "DeiT", "Beit")
     model = getattr(transformers, f"{name}For{'Image' if of_images else 'Sequence'}Classification")(config)
     inputs = {"pixel_values": torch.randn(3, 3, 8, 8)} if of_images else {"input_ids": torch.randint(3, 49, (3, 7))}
+    if "input_ids" in inputs:
+        inputs["input_ids"][0, 4:] = 0  # padding
+        inputs["attention_mask"] = (inputs["input_ids"] != 0).long()
     return model.train(), {**inputs, "labels": torch.randint(0, 4, (3,))}
 
 
@@ -228,6 +240,16 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     ["Bert", "DeiT", "XLNet", *long("Roberta", "Electra", "DistilBert", "Albert", "MPNet", "Camembert", "ViT", "Beit")],
 )
 def test_architectures_whose_classifier_reads_one_row(name: str) -> None:
+    assert trains_as_eager_mode(name) < 0.9
+
+
+@pytest.mark.parametrize("name", ["Llama", *long("GPT2", "OPT", *DECODERS[1:])])
+def test_decoders_whose_classifier_reads_the_last_token_that_is_no_padding(name: str) -> None:
+    assert trains_as_eager_mode(name) < 0.97
+
+
+def trains_as_eager_mode(name: str) -> float:
+    """The part of the FLOPs that is left, of a model that is found to read one row, or one of each sample."""
     model, inputs = transformers_model(name)
     opt = graphopt.optimize(copy.deepcopy(model), inputs, backend="aot_eager")
     losses = []
@@ -241,4 +263,81 @@ def test_architectures_whose_classifier_reads_one_row(name: str) -> None:
         if parameter.grad is not None:
             assert (parameter.grad - other.grad).abs().max() <= 1e-5 * largest
     assert len(opt.report.sections["dead_rows"]["rows"]) == 1
-    assert opt.report.flops_ratio < 0.9
+    return opt.report.flops_ratio
+
+
+class OfEach(nn.Module):
+    """Reads one row of each sample, whose number `where` finds."""
+
+    def __init__(self, where: Callable[[Tensor, Tensor], Tensor], causal: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(causal=causal), Block(causal=causal))
+        self.dropout, self.head, self.where = nn.Dropout(dropout), nn.Linear(WIDTH, 3), where
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.head(self.dropout(self.blocks(x)))
+        return hidden[torch.arange(x.shape[0]), self.where(mask, hidden)].square().mean()
+
+
+def last_kept(mask: Tensor, hidden: Tensor) -> Tensor:
+    return (torch.arange(mask.shape[1]) * mask).argmax(-1)
+
+
+def padded(samples: int = 3, rows: int = 6) -> tuple[Tensor, Tensor]:
+    mask = torch.ones(samples, rows, dtype=torch.int64)
+    for sample in range(samples):
+        mask[sample, 1 + sample % rows :] = 0
+    return batch(samples, rows), mask
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_row_of_each_sample_that_is_computed(causal: bool) -> None:
+    check = checked(OfEach(last_kept, causal), *padded())
+    assert check.report.changes.changed == ("the output",)
+    assert check.report.step_flops_after < 0.93 * check.report.step_flops_before
+
+
+def test_rows_of_each_sample_are_counted_from_the_end_where_negative() -> None:
+    assert checked(OfEach(lambda mask, _: last_kept(mask, mask) - 6), *padded()).report.changes.changed
+
+
+def test_a_row_that_is_chosen_by_what_is_computed_is_not_known_before() -> None:
+    chosen = OfEach(lambda mask, hidden: (hidden.detach().sum(-1) * mask).argmax(-1))
+    changes = checked(chosen, *padded()).report.changes
+    assert not changes.changed
+
+
+def test_all_rows_stay_where_the_same_tensor_is_read_in_full() -> None:
+    class Both(OfEach):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = self.blocks(x)
+            one = hidden[torch.arange(x.shape[0]), last_kept(mask, hidden)]
+            return self.head(one).square().mean() + hidden.sum()
+
+    checked(Both(last_kept), *padded())
+
+
+def test_rows_of_another_order_of_samples_are_left_alone() -> None:
+    class Turned(OfEach):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = self.head(self.blocks(x))
+            return hidden[torch.arange(x.shape[0]).flip(0), last_kept(mask, hidden)].square().mean()
+
+    with pytest.raises(AssertionError, match="no site"):
+        assert everything(capture(Turned(last_kept), padded())), "no site"
+
+
+def test_a_row_of_each_sample_with_dropout_and_other_batches() -> None:
+    model = OfEach(last_kept, causal=True, dropout=0.3)
+    opt = graphopt.optimize(copy.deepcopy(model), padded(), passes=[DeadRows()], backend="aot_eager")
+    assert "one row of 6 of each sample" in str(opt.report)
+    for samples in (3, 5, 1):
+        inputs, found = padded(samples), []
+        for each in (model, opt):
+            each.zero_grad()
+            torch.manual_seed(0)
+            loss = each(*inputs)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad for p in each.parameters())])
+        for ours, eager in zip(*found, strict=True):
+            torch.testing.assert_close(ours, eager)

@@ -1,0 +1,106 @@
+"""Which rows are read: the same ones of every sample, or one row of each sample, wherever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from graphopt.passes.dead_rows.of_each import BEHIND_SAMPLES, OfEach, RowOfEach, puts_back, row_of_each
+from torch import fx
+
+from graphopt.analysis.row_axes import Rules
+from graphopt.analysis.row_rules import Axis, arguments, first_value
+from graphopt.graph import TrainingGraph
+
+aten = torch.ops.aten
+
+MOST = 0.5
+"""Part of the rows that may be read, for the others to be left out."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows `start` to `stop` (exclusive) of `length`."""
+
+    length: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        which = f"row {self.start}" if self.count == 1 else f"rows {self.start} to {self.stop - 1}"
+        return f"{which} of {self.length}"
+
+
+Places = Rows | RowOfEach
+
+
+def rules_of(graph: TrainingGraph, rows: Places) -> Rules:
+    """What is row by row, for these rows."""
+    return OfEach(graph, rows) if isinstance(rows, RowOfEach) else Rules(graph, rows.length)
+
+
+def read_places(graph: TrainingGraph) -> Iterator[tuple[Places, Mapping[fx.Node, Axis]]]:
+    """Rows that nodes of the forward take of a tensor, few enough for the others to be left out; and these nodes."""
+    constant: dict[tuple[fx.Node, int], list[tuple[Rows, fx.Node]]] = {}
+    computed: dict[tuple[fx.Node, fx.Node], list[tuple[RowOfEach, fx.Node]]] = {}
+    for node in graph.graph.nodes:
+        if node.target in (aten.select.int, aten.slice.Tensor) and (taken := taken_rows(node)) is not None:
+            dim, rows = taken
+            source = _source(arguments(node)[0])
+            if source.op == "call_function" and rows.count < rows.length:
+                constant.setdefault((source, dim), []).append((rows, node))
+        elif node.target is aten.index.Tensor and (one := row_of_each(graph, node)) is not None:
+            computed.setdefault((arguments(node)[0], one.positions), []).append((one, node))
+    for (_, dim), found in constant.items():
+        rows = Rows(found[0][0].length, min(r.start for r, _ in found), max(r.stop for r, _ in found))
+        if rows.count <= MOST * rows.length:
+            yield rows, {node: Axis(dim) for _, node in found}
+    for alike in computed.values():
+        yield alike[0][0], {node: BEHIND_SAMPLES for _, node in alike}
+
+
+def taken_rows(node: fx.Node) -> tuple[int, Rows] | None:
+    """The dimension and the rows that a `select` or `slice` takes, or that its backward puts among zeros; None: no such node."""
+    backward = node.target in (aten.select_backward.default, aten.slice_backward.default)
+    if not backward and node.target not in (aten.select.int, aten.slice.Tensor):
+        return None
+    whole = first_value(node if backward else arguments(node)[0])
+    given = arguments(node)[2:] if backward else arguments(node)[1:]
+    if whole is None or any(isinstance(argument, fx.Node) for argument in given):
+        return None
+    dim = (given[0] if given else 0) % whole.dim()
+    length = whole.shape[dim]
+    if not isinstance(length, int):
+        return None
+    if node.target in (aten.select.int, aten.select_backward.default):
+        index = given[1] % length
+        return dim, Rows(length, index, index + 1)
+    bounds: tuple[Any, ...] = (*given[1:], *(None, None, 1)[max(0, len(given) - 1) :])
+    start, stop, step = bounds
+    start, stop, _ = slice(start, stop).indices(length)
+    return (dim, Rows(length, start, stop)) if step == 1 and start < stop else None
+
+
+def put_back_at(graph: TrainingGraph, rows: Places, node: fx.Node) -> Axis | None:
+    """Where a node puts some of these rows, and no others, among zeros; None: it does not."""
+    if isinstance(rows, RowOfEach):
+        return BEHIND_SAMPLES if puts_back(graph, rows, node) else None
+    if node.target not in (aten.select_backward.default, aten.slice_backward.default) or (put := taken_rows(node)) is None:
+        return None
+    dim, these = put
+    within = these.length == rows.length and rows.start <= these.start and these.stop <= rows.stop
+    return Axis(dim) if within else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """What a node has all elements of: `x` of `x[:]`."""
+    while node.target is aten.slice.Tensor and node.meta["val"].shape == arguments(node)[0].meta["val"].shape:
+        node = arguments(node)[0]
+    return node
