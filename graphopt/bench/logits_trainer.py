@@ -93,7 +93,7 @@ def _model(lora: bool) -> nn.Module:
         return model
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))  # type: ignore[arg-type]
+    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 
 
 def _trainer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -36,7 +37,8 @@ class PeakBytes:
             return torch.cuda.max_memory_allocated()
         self._profiler.stop()
         current = peak = 0
-        for event in self._profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        results: Any = self._profiler.profiler
+        for event in results.kineto_results.events():
             if event.name() == "[memory]":
                 current += event.nbytes()
                 peak = max(peak, current)

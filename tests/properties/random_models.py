@@ -52,7 +52,8 @@ class Network(nn.Module):
         self.objective = c.of(["cross entropy", "mse", "sum", "cross entropy"])
         self.cap = c.of([None, None, 2.0])
         self.shifted = self.per_token and self.body.out[0] > 1 and c.flag()
-        self.cross_entropy: dict[str, Any] = {"reduction": c.of(["mean", "sum", "none"]), "label_smoothing": c.of([0.0, 0.0, 0.2])}
+        self.cross_entropy: dict[str, Any] = {"reduction": c.of(["mean", "sum", "none"])}
+        self.cross_entropy["label_smoothing"] = c.of([0.0, 0.0, 0.2])
         if c.rarely(3):
             self.class_weight = nn.Buffer(0.5 + torch.rand(self.head.out_features))
         self.output = c.of(["loss", "tuple", "dict", "nested", "aliases", "loss", "dict", "tuple", "nested", "two losses"])
@@ -84,9 +85,7 @@ class Network(nn.Module):
         if self.objective == "cross entropy":
             scores, labels = (logits[:, :-1], y[:, 1:]) if self.shifted else (logits, y)
             weight = getattr(self, "class_weight", None)
-            terms = F.cross_entropy(
-                scores.flatten(0, -2), labels.flatten(), weight=weight, ignore_index=-1, **self.cross_entropy
-            )
+            terms = F.cross_entropy(scores.flatten(0, -2), labels.flatten(), weight=weight, ignore_index=-1, **self.cross_entropy)
             loss = terms.mean()
         elif self.objective == "mse":
             loss = F.mse_loss(logits, F.one_hot(y.clamp(min=0), logits.shape[-1]).to(logits))

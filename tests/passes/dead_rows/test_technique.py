@@ -223,9 +223,7 @@ def transformers_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         "DeiT": image,
     }
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(
-        **own.get(name, decoder if name in DECODERS else text)
-    )
+    config = getattr(transformers, f"{name}Config")(**own.get(name, decoder if name in DECODERS else text))
     of_images = name in ("ViT", "DeiT", "Beit")
     model = getattr(transformers, f"{name}For{'Image' if of_images else 'Sequence'}Classification")(config)
     inputs = {"pixel_values": torch.randn(3, 3, 8, 8)} if of_images else {"input_ids": torch.randint(3, 49, (3, 7))}
