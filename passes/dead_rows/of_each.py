@@ -113,7 +113,10 @@ def _paired(row: Axis, sample: Axis | None) -> RowAxis:
 
 
 def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowOfEach | None:
-    """The rows that `x[torch.arange(B), positions]` takes of x (B, T, ...), or that its backward puts among zeros."""
+    """The rows that `x[torch.arange(B), positions]` takes of x (B, T, ...), or that its backward puts among zeros.
+
+    Not of a single sample: its dimension of one element could be anywhere.
+    """
     if node.target not in (aten.index.Tensor, aten.index_put.default):
         return None
     whole, given = first_value(arguments(node)[0]), list(arguments(node)[1])
@@ -121,6 +124,8 @@ def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowOfEach | None:
         return None
     samples, positions = given
     size, length, value = whole.shape[0], whole.shape[1], first_value(positions)
+    if expression(size) == 1:
+        return None
     if samples.target is not aten.arange.default or value is None or value.dim() != 1 or value.dtype != torch.int64:
         return None
     count = arguments(samples)[0]

@@ -325,6 +325,17 @@ def test_rows_of_another_order_of_samples_are_left_alone() -> None:
         assert everything(capture(Turned(last_kept), padded())), "no site"
 
 
+def test_samples_and_rows_that_change_places() -> None:
+    class Turned(OfEach):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            samples, rows = x.shape[:2]
+            hidden = self.blocks(x).permute(2, 0, 1).reshape(WIDTH, samples * rows).t().reshape(samples, rows, WIDTH)
+            return self.head(hidden)[torch.arange(samples), last_kept(mask, hidden)].square().mean()
+
+    for samples in (1, 2, WIDTH):
+        checked(Turned(last_kept), *padded(samples, 4))
+
+
 def test_a_row_of_each_sample_with_dropout_and_other_batches() -> None:
     model = OfEach(last_kept, causal=True, dropout=0.3)
     opt = graphopt.optimize(copy.deepcopy(model), padded(), passes=[DeadRows()], backend="aot_eager")
