@@ -15,7 +15,7 @@ from tests.distributed.work_ddp import BUDGET, joint_batch
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return results(work_mesh.work)
+    return results(work_mesh.work, seconds=240)
 
 
 def assert_equal(found: dict[str, Tensor | None], wanted: dict[str, Tensor], names: list[str]) -> None:
@@ -139,8 +139,17 @@ def test_buckets_count_in_the_memory_that_is_planned(ranks: list[dict[str, Any]]
 def test_the_curve_is_that_of_one_process_on_the_joint_batch(ranks: list[dict[str, Any]]) -> None:
     one = work_mesh.curve(work_mesh.optimised(None, joint_batch(), BUDGET), joint_batch)
     assert one[-1] < one[0] - 0.1
-    both = [sum(losses) / 2 for losses in zip(*(found["curve"] for found in ranks), strict=True)]
-    assert both == pytest.approx(one, abs=1e-5)
+    assert mean_of(ranks, "curve") == pytest.approx(one, abs=1e-5)
+
+
+def mean_of(ranks: list[dict[str, Any]], name: str) -> list[float]:
+    return [sum(losses) / 2 for losses in zip(*(found[name] for found in ranks), strict=True)]
+
+
+def test_the_same_with_compressed_gradients_and_accumulation(ranks: list[dict[str, Any]]) -> None:
+    one = work_mesh.compressed_curve(work_mesh.optimised(None, joint_batch(), passes=[work_mesh.LSP]), joint_batch)
+    assert one[-1] < one[0] - 0.05
+    assert mean_of(ranks, "compressed curve") == pytest.approx(one, abs=1e-5)
 
 
 def test_what_cannot_be_averaged_is_refused(ranks: list[dict[str, Any]]) -> None:
@@ -153,7 +162,7 @@ def test_what_cannot_be_averaged_is_refused(ranks: list[dict[str, Any]]) -> None
 
 
 def test_under_inductor() -> None:
-    ranks = results(work_mesh.compiled)
+    ranks = results(work_mesh.compiled, seconds=240)
     for found in ranks:
         (gradients, dispatched), selected, counted = found["selected"]
         assert_close(gradients, {name: found["ddp"][name] for name in selected})

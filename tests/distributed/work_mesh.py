@@ -96,10 +96,28 @@ def work(rank: int) -> dict[str, Any]:
     in_parts(rank, mesh, found)
     freezes(mesh, batch, found)
     compresses(rank, mesh, found)
+    found["compressed curve"] = compressed_curve(optimised(mesh, batch, passes=[LSP]), lambda seed: own_batch(rank, seed))
     found["memory"] = within_memory(mesh, batch)
     found["curve"] = curve(optimised(mesh, batch, BUDGET), lambda seed: own_batch(rank, seed))
     refuses(rank, mesh, batch, found)
     return found
+
+
+LSP = Lsp(subspace=8, nonzeros=2, check_every=2, batches=2)
+
+
+def compressed_curve(opt: Any, batch_of: Any) -> list[float]:
+    """Losses of some steps of two batches each, by compressed gradients, whose projectors are learned from two."""
+    optimizer, losses = opt.make_optimizer(torch.optim.AdamW, lr=1e-2), []
+    for seed in range(1, 6):
+        with opt.no_sync():
+            loss_of(opt(*batch_of(10 + seed))).backward()
+        loss = loss_of(opt(*batch_of(seed)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def within_memory(mesh: Any, batch: Any) -> list[dict[str, float]]:
