@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -236,7 +237,8 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     targets = "all-linear" if hasattr(model, "get_output_embeddings") else _linear_layers(model)
     try:
         config = peft.LoraConfig(r=rank, target_modules=targets)
-        return peft.get_peft_model(copied, config, low_cpu_mem_usage=True)
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # of PEFT's calls of transformers
+            return peft.get_peft_model(copied, config, low_cpu_mem_usage=True)
     except GraphoptError:
         raise
     except Exception as error:  # whatever a library says of a model that it does not know
