@@ -64,6 +64,46 @@ def test_links_of_the_repository_lead_to_pages_of_the_site() -> None:
     assert "examples/results/demo.png" in pages.linked_files()
 
 
+def test_docstrings_are_written_for_the_reference() -> None:
+    source = '''
+    """What it does.
+
+    Args:
+        a: one.
+        b, c: others,
+            with more.
+    Returns:
+        Something.
+    Example:
+        f(1)
+    """
+'''
+    assert (
+        pages.for_the_reference(source)
+        == '''
+    """What it does.
+
+    Args:
+        a: one.
+        b: others,
+            with more.
+        c: others,
+            with more.
+
+    Returns:
+        Something.
+
+    Example:
+        ```python
+        f(1)
+        ```
+    """
+'''
+    )
+    for file in [*(ROOT / "graphopt").glob("*.py"), *(ROOT / "passes").glob("*.py")]:
+        ast.parse(pages.for_the_reference(file.read_text("utf-8")))
+
+
 def test_every_command_and_option_is_in_the_reference() -> None:
     text = pages.command_line()
     group = typer.main.get_command(app)

@@ -19,6 +19,8 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 
 COMMAND_LINE = "reference/command_line.md"
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+SECTION = re.compile(r" +(Args|Returns|Raises|Attributes|Example|Source):$")
+NAMES = re.compile(r" +(\w+(?:, \w+)+): (.*)$")
 BACK = "[Back to the README](../README.md)\n\n"
 
 
@@ -92,12 +94,50 @@ def command_line() -> str:
     return get_docs_for_click(obj=group, ctx=typer.Context(group), name="graphopt", title="Command line")
 
 
+def depth(line: str) -> int:
+    """Spaces before the text of a line."""
+    return len(line) - len(line.lstrip(" "))
+
+
+def for_the_reference(source: str) -> str:
+    """A module whose docstrings are as mkdocstrings reads them.
+
+    Ours have no blank line between sections, name what is alike in one line ("flops, memory: limits"), and give examples as they
+    are. There every section has a blank line above, every name a line, and an example is code.
+    """
+    lines, found, at, inside = source.splitlines(), list[str](), 0, -1
+    while at < len(lines):
+        line, at = lines[at], at + 1
+        section, indent = SECTION.match(line), depth(line)
+        if section:
+            inside = indent
+        elif line.strip() and indent <= inside:
+            inside = -1
+        names = NAMES.match(line) if 0 <= inside == indent - 4 else None
+        below = at
+        while below < len(lines) and depth(lines[below]) > indent:
+            below += 1
+        if section and found and found[-1].strip():
+            found.append("")
+        if section and section[1] == "Example":
+            found += [line, f"{' ' * (indent + 4)}```python", *lines[at:below], f"{' ' * (indent + 4)}```"]
+        elif names:
+            found += [part for n in names[1].split(", ") for part in (f"{' ' * indent}{n}: {names[2]}", *lines[at:below])]
+        else:
+            found.append(line)
+            below = at
+        at = below
+    return "\n".join(found) + "\n"
+
+
 def on_config(config: Any) -> Any:
     """Lay the sources out as they are installed, so that the reference finds `graphopt.passes`."""
     sources = ROOT / "out" / "docs_sources"
     shutil.rmtree(sources, ignore_errors=True)
     for folder, place in (("graphopt", "graphopt"), ("passes", "graphopt/passes")):
         shutil.copytree(ROOT / folder, sources / place, ignore=shutil.ignore_patterns("__pycache__", "passes", "*_data"))
+    for file in sources.rglob("*.py"):
+        file.write_text(for_the_reference(file.read_text("utf-8")), "utf-8")
     return config
 
 

@@ -57,7 +57,8 @@ class TrainerCallback(transformers.TrainerCallback):
     After training the model's `forward` is its own again; if training ends by an exception, at the next `train()` or `detach()`.
 
     Example:
-        trainer = transformers.Trainer(model, args, ..., callbacks=[graphopt.TrainerCallback(graphopt.Budget(flops=0.5))])
+        callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.5))
+        trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[callback])
         trainer.train()
     """
 
