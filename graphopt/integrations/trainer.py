@@ -109,6 +109,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Put the optimised model to work, with the first batch; resume its plan where training is resumed."""
         _refuse_unsupported(args)
         _ahead_of_reports(self)
+        _refuse_apart(args, self.asked.mesh)
         diverted = self._divert(kwargs["model"])
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         asked = self.asked
@@ -226,6 +227,15 @@ def _refuse_unsupported(args: Any) -> None:
         raise InputError(
             "graphopt.TrainerCallback trains on one device or with DistributedDataParallel, and without DataParallel, FSDP or "
             "DeepSpeed. Start one process per device: torchrun --nproc-per-node <devices> <your script>."
+        )
+
+
+def _refuse_apart(args: Any, mesh: DeviceMesh | None) -> None:
+    """Batches that cannot be optimised are trained as without graphopt: that needs the Trainer's own averaging."""
+    if mesh is not None and mesh.size() > 1 and args.parallel_mode != transformers.training_args.ParallelMode.DISTRIBUTED:
+        raise InputError(
+            f"mesh= has {mesh.size()} ranks, and the Trainer does not know of them. Start one process per device: torchrun "
+            "--nproc-per-node <devices> <your script>."
         )
 
 

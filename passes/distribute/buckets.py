@@ -13,7 +13,7 @@ BYTES = 25 * 2**20
 
 
 def in_buckets(gradients: Iterable[tuple[str, Hashable, int]], limit: int = BYTES) -> tuple[tuple[str, ...], ...]:
-    """Names, bucket by bucket: a bucket is issued when it is full, and what is left in the order of its first gradients.
+    """Names, bucket by bucket: a bucket is issued when it is full, and the rest in the order of their last gradients.
 
     Args:
         gradients: names in the agreed order, with what all of a bucket have in common (their dtype and device), and bytes.

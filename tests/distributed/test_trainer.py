@@ -15,7 +15,7 @@ from tests.distributed.spawned import results
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("trainer")
-    return results(work_trainer.work, str(folder))
+    return results(work_trainer.work, str(folder), seconds=240)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -25,6 +25,11 @@ def test_weights_are_those_of_the_trainer_alone(ranks: list[dict[str, Any]], acc
         for name, weight in plain.items():
             torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-5, msg=name)
         assert found["wrapped"] == ("DistributedDataParallel", ["noop_hook"])
+
+
+def test_ranks_that_the_trainer_does_not_know_of_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["alone"].startswith("InputError: mesh= has 2 ranks, and the Trainer does not know of them.")
 
 
 def test_a_selection_is_trained_alike_and_sent_alone(ranks: list[dict[str, Any]]) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 import graphopt
+from tests.distributed.work_ddp import error_of
 
 
 def bert() -> nn.Module:
@@ -54,8 +56,11 @@ def weights(trainer: transformers.Trainer) -> dict[str, torch.Tensor]:
 
 
 def work(rank: int, folder: str) -> dict[str, Any]:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     mesh, found = init_device_mesh("cpu", (2,)), {}
+    callback = graphopt.TrainerCallback(None, passes=[], backend="aot_eager", mesh=mesh)
+    found["alone"] = error_of(lambda: trained(folder, callback))  # which reads the environment, as it is without torchrun
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for accumulation in (1, 2):
         plain = trained(str(Path(folder) / "plain"), None, accumulation=accumulation)
         callback = graphopt.TrainerCallback(None, passes=[], backend="aot_eager", mesh=mesh)
