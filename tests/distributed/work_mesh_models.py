@@ -120,7 +120,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     found["sampled"] = samples(rank, mesh)
     found["state"] = goes_on(rank, mesh, Path(folder))
     found["copies"] = copies(rank, mesh)
-    found["verified"] = type(optimised(mesh, own_batch(rank), BUDGET, of=model(), verify=True)).__name__
+    found["verified"] = type(optimised(mesh, own_batch(rank % 2), BUDGET, of=model(), verify=True)).__name__
     return found
 
 
@@ -160,7 +160,7 @@ def orders(rank: int, mesh: Any) -> list[float]:
 
 def other_output(rank: int, mesh: Any) -> list[float]:
     """A loss from the logits, which step after step had not expected."""
-    batch, found = own_batch(rank), []
+    batch, found = own_batch(rank % 2), []
     means = wanted(model(), lambda of: of(*batch)[1].square().mean())
     opt = optimised(mesh, batch, of=model())
     for _ in range(2):
@@ -177,7 +177,8 @@ def samples(rank: int, mesh: Any) -> float:
     passes = [Vcas(every=4, alpha=0.04, beta=0.8)]
     opt = graphopt.optimize(zoo.MLP(width=32), data[0], graphopt.Budget(variance=0.5), passes, "aot_eager", mesh=mesh)
     optimizer = torch.optim.SGD(opt.parameters(), lr=0.05)
-    for batch in data[rank :: dist.get_world_size()] * 2:
+    each = len(data) // dist.get_world_size()  # all ranks make as many steps
+    for batch in data[rank * each : (rank + 1) * each] * 2:
         loss_of(opt(*batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -187,7 +188,7 @@ def samples(rank: int, mesh: Any) -> float:
 
 def goes_on(rank: int, mesh: Any, folder: Path) -> tuple[list[str], str]:
     """A state that one rank has written is read by all, and by one process without a mesh."""
-    batch, alone = own_batch(rank), [dist.new_group([r]) for r in range(dist.get_world_size())]
+    batch, alone = own_batch(rank % 2), [dist.new_group([r]) for r in range(dist.get_world_size())]
     opt = optimised(mesh, batch, BUDGET, of=model())
     if rank == 0:
         opt.save_state(folder / "state")
