@@ -20,8 +20,8 @@ ROOT = {
     "specialise",
 }  # fmt: skip
 
-TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer|dead_rows|distribute)"
-CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer|DeadRows|Distribute)"
+TECHNIQUES = r"(vcas|lsp|runlora|recompute|greentrainer|dead_rows|linear_cross_entropy|distribute)"
+CLASSES = r"(Vcas|Lsp|RunLora|Recompute|GreenTrainer|DeadRows|LinearCrossEntropy|Distribute)"
 IMPORT = re.compile(rf"^\s*from graphopt\.passes(\.{TECHNIQUES}[. ]| import .*\b{CLASSES}\b)", re.M)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from graphopt.cli_options import AsJson, make_folder_of
+from graphopt.cli_options import AsJson, CompiledBackend, make_folder_of
 
 bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
 
@@ -63,6 +63,21 @@ def bench_logits(
         return
     settings = (layers, tokens, samples, chunks, labelled, lora, repeats)
     _measure(lambda console: logits.run(*settings, console), logits.show, out, as_json)
+
+
+@bench_app.command("batches")
+def bench_batches(
+    models: Models = "",
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a sample.")] = 4096,
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer than the models have, to try it.")] = None,
+    backend: CompiledBackend = "inductor",
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """The largest batch of language models on 16 and 24 GiB, predicted, with and without what is done without a budget."""
+    from graphopt.bench import batches
+
+    _measure(lambda console: batches.run(_listed(models), length, backend, layers, console), batches.show, out, as_json)
 
 
 @bench_app.command("memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import warnings
@@ -21,15 +22,17 @@ from graphopt.analysis.step_memory import step_memories, step_memory
 from graphopt.api import Analysis, analyze
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
-from graphopt.errors import GraphoptError, InputError
+from graphopt.errors import GraphoptError, InputError, LossNotFirst
 from graphopt.graph import TrainingGraph
 from graphopt.integrations.gpus import gpu_bytes
 from graphopt.passes.technique import Found
+from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_plan import adopted
 from graphopt.planner.parallel import MARGIN, SEGMENT_SLACK
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.report.units import in_bytes
 from graphopt.runtime.stages import stage
+from graphopt.transforms.symbolic_zeros import without_other_outputs
 
 OVERHEAD = CONTEXT_BYTES + SEGMENT_SLACK
 """Bytes beside what a step allocates: the CUDA context, and partly used segments of the allocator."""
@@ -169,6 +172,9 @@ def _changes(
 ) -> Iterator[tuple[str, Callable[[], int]]]:
     """What can be changed, and what finds the bytes of a step then; `memories` are with the optimizer, and with one in 8 bits."""
     memory, parameters = memories[0], list(model.parameters())
+    rewritten = with_exact_rewrites(graph)
+    if rewritten is not None:
+        yield "graphopt.optimize(model, batch, outputs='loss')", lambda: step_memory(rewritten, backend, optimizer).peak_bytes
     if memory.symbolic and memory.batch_size > 1:
         batch = max(largest or 1, 1)
         yield f"a batch of {batch}, with gradient accumulation", lambda: memory.at(batch).peak_bytes
@@ -187,6 +193,16 @@ def _changes(
                 return counted(with_adapters(half, 16), cast).memory.peak_bytes
 
             yield "LoRA of rank 16 and weights in bfloat16", both
+
+
+def with_exact_rewrites(graph: TrainingGraph) -> TrainingGraph | None:
+    """A step whose loss alone is read, as `optimize` has it without a budget; None: that is the same step."""
+    with contextlib.suppress(LossNotFirst):
+        graph = without_other_outputs(graph)
+    passes = resolve_passes(["dead_rows", "linear_cross_entropy"], Budget())
+    plan = make_plan(nn.Module(), (), {}, graph, Budget(), passes, None, None, "inductor", lambda _: "", auto=True)
+    rewritten, reports = plan.rewrite(graph)
+    return rewritten if any(report.changes.changed for report in reports) else None
 
 
 def _in_8_bits(optimizer: Optimizer) -> str | None:

@@ -10,11 +10,13 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphopt
+from graphopt.analysis.step_memory import step_memory
 from graphopt.integrations.fit import OVERHEAD, fit
 from graphopt.integrations.gpus import GPUS, gpu_bytes
-from tests.integrations.trainer_runs import llama
+from tests.integrations.trainer_runs import SIZES, llama
 
 
 def tokens(batch: int = 4) -> dict[str, Any]:
@@ -41,6 +43,21 @@ def test_it_fits_up_to_the_largest_batch_and_not_beyond() -> None:
     assert not fit(model, tokens(), found.peak_bytes, backend="aot_eager").fits  # 5 % stay free
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.fits = False  # type: ignore[misc]
+
+
+def test_what_optimize_saves_comes_first_where_logits_are_large() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 9000}))
+    inputs = {name: ids.repeat(32, 4) for name, ids in tokens().items()}
+    found = fit(model, inputs, 10**9, backend="aot_eager")
+    first = found.changes[0]
+    assert first.what == "graphopt.optimize(model, batch, outputs='loss')"
+    opt = graphopt.optimize(model, inputs, backend="aot_eager", outputs="loss")
+    opt(**inputs).loss.backward()
+    assert opt.last_step is not None
+    step = step_memory(opt.last_step.graph, "aot_eager", "adamw")
+    assert first.peak_bytes == pytest.approx(step.peak_bytes + OVERHEAD, rel=1e-6)  # but for a few numbers of sizes
+    assert not any("optimize(" in change.what for change in fit(llama(), tokens(), 1000, backend="aot_eager").changes)
 
 
 def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
