@@ -182,12 +182,13 @@ def test_outputs_are_freed_while_the_loss_is_held() -> None:
 
 def test_what_a_step_read_is_freed_after_its_backward() -> None:
     opt = graphopt.optimize(Shared(), (rows(0),), backend="aot_eager")
-    x = rows(0)
-    loss, given = opt(x)["loss"], weakref.ref(x)
-    del x
-    loss.backward()
-    gc.collect()
-    assert given() is None
+    for step in range(4):
+        x = rows(step)
+        loss, given = opt(x)["loss"], weakref.ref(x)
+        del x
+        loss.backward()
+        gc.collect()
+        assert given() is None
 
 
 def test_an_output_that_is_differentiated_after_the_graph_was_freed_is_an_error_as_in_eager_mode() -> None:
