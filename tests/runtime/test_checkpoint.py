@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,11 @@ def everything(run: Run, before: Any = None) -> Any:
         parts["captures"]["product_times"] = {  # in the same order: it says nothing
             key: {name: times[key][name] for name in names if name in times[key]} for key, names in known.items() if key in times
         }
-    plan = {**vars(run.opt._plan), "passes": None, "budget": None, "memory": None}
+    plan = {f.name: getattr(run.opt._plan, f.name) for f in fields(run.opt._plan)} | {
+        "passes": None,
+        "budget": None,
+        "memory": None,
+    }
     return copy.deepcopy((to_plain(plan), parts, run.optimizer.state_dict(), run.weights()))
 
 
