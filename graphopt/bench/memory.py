@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 import graphopt
-from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import named_optimizer
+from graphopt.analysis.step_memory import step_memory
 from graphopt.bench.cases import chosen
 from graphopt.bench.memory_models import MODELS
 from graphopt.bench.peak import peak_of
@@ -92,17 +92,15 @@ def run(models: list[str] | None, console: Console) -> dict[str, Any]:
 def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Predicted and measured peak of one case, and torch.compile's, in bytes."""
     model, inputs = _made(case, device)
-    predicted: MemoryProfile = graphopt.analyze(
-        model,
-        inputs,
-        backend=case.backend,
-        optimizer=case.optimizer,
-    ).memory
-    compiled = case.backend != "eager"
-    step: Callable[..., Any] = graphopt.optimize(model, inputs, backend=case.backend) if compiled else model
-    held, measured = _peak(case, model, inputs, step, device)
+    step: Callable[..., Any] = model
     theirs: int | None = None
-    if compiled:
+    if case.backend == "eager":
+        predicted = graphopt.analyze(model, inputs, backend="eager", optimizer=case.optimizer).memory
+    else:  # with what is rewritten by default
+        step = opt = graphopt.optimize(model, inputs, backend=case.backend)
+        predicted = step_memory(opt.plan.rewrite(opt.graph)[0], case.backend, case.optimizer)
+    held, measured = _peak(case, model, inputs, step, device)
+    if case.backend != "eager":
         model, inputs = _made(case, device)
         theirs = _peak(case, model, inputs, torch.compile(model, backend=case.backend), device)[1]
     return {

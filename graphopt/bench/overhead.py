@@ -1,6 +1,7 @@
 """`graphopt bench overhead`: what a step, the start, new sizes and a second process cost beside torch.compile.
 
-Every measurement has a process of its own; those of the start begin without caches on disk, and are repeated with them.
+Every measurement has a process of its own; those of the start begin without caches on disk, and are repeated with them. Seconds
+are the process's own, with those of the compilers that it starts: other work on the machine disturbs them little.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, A
 
 
 def _cold_and_warm(model: str, way: str) -> tuple[float, float]:
-    """Seconds of setting up and of the first step, without caches on disk and with those that this made."""
+    """Own seconds of setting up and of the first step, without caches on disk and with those that this made."""
     with tempfile.TemporaryDirectory() as folder:
         first, second = (_child("start", model, way, cache=folder) for _ in range(2))
     return first["setup"] + first["first"], second["setup"] + second["first"]
@@ -84,7 +85,7 @@ def _row(
 
 
 def _child(kind: str, model: str, way: str = "", cache: str = "") -> dict[str, Any]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     if cache:
         environment["TORCHINDUCTOR_CACHE_DIR"] = cache
     command = [sys.executable, "-m", "graphopt.bench.overhead_run", kind, model, *([way] if way else [])]

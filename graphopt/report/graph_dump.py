@@ -21,6 +21,7 @@ from torch import fx
 
 from graphopt import compat
 from graphopt.analysis.liveness import module_path
+from graphopt.compat.aot import ABSENT
 from graphopt.graph import TrainingGraph, ancestors
 from graphopt.planner.plan import Plan
 from graphopt.report.picture import block_name, block_picture
@@ -82,12 +83,19 @@ def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep
     for number, halves in enumerate(() if step is None else step.halves):
         part = f"_{number}" if number else ""  # after a graph break
         for name, half in zip(("forward", "backward"), halves, strict=True):
-            yield f"{stage + 1}_{name}{part}.py", _compiled(half, f"batch {size}", {} if number else known)
+            names = {**_absent(half), **({} if number else known)}
+            yield f"{stage + 1}_{name}{part}.py", _compiled(half, f"batch {size}", names)
     yield "provenance.txt", provenance(graph, current, decisions)
     yield "blocks.svg", block_picture(graph, current)
     yield "report.txt", f"{report}\n"
     yield "report.json", json.dumps(report.to_dict(), indent=2) + "\n"
     yield "report.html", report.to_html()
+
+
+def _absent(half: fx.GraphModule) -> dict[str, str]:
+    """Names of the gradients that a backward is called without: those of outputs beside the loss."""
+    absent = [node.name for node in half.graph.find_nodes(op="placeholder") if node.meta.get(ABSENT)]
+    return {name: f"absent_gradient_{number}" for number, name in enumerate(absent)}
 
 
 def unified_diff(before: str, after: str, name: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
 from graphopt.passes.linear_cross_entropy.heads import Head, NotSeparable, as_matrices, find_heads
 from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
@@ -81,7 +82,7 @@ class LinearCrossEntropy(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it."""
-        if not planning.auto or self._chosen(plan, planning.graph):
+        if not planning.auto or self._is_worth_it(plan, planning.graph):
             return plan
         if _samples(plan):
             return plan.without(self, "it is not used beside a sampler")
@@ -109,6 +110,11 @@ class LinearCrossEntropy(Technique):
         found = {head.name: self._tokens_of(head, plan, graph) for head in heads}
         return {name: tokens for name, tokens in found.items() if tokens is not None}
 
+    def _is_worth_it(self, plan: Plan, graph: TrainingGraph) -> bool:
+        if self.chunks is not None or _samples(plan):
+            return bool(self._chosen(plan, graph))
+        return any(_by_default(head, graph) for head in find_heads(prepared(graph))[0])
+
     def _tokens_of(self, head: Head, plan: Plan, graph: TrainingGraph) -> int | None:
         """How many tokens of a head are worked on at a time; None: it is left whole."""
         if self.chunks is not None:
@@ -116,10 +122,8 @@ class LinearCrossEntropy(Technique):
         decided = plan.decisions.get(self.name)
         if decided is not None:
             return decided.tokens
-        most = min(head.tokens // FEWEST_TOKENS, _affordable(head, graph))
-        if most > 1 and head.saved_bytes * (1 - 1 / most) >= LEAST_BYTES:
-            return -(-head.tokens // most)
-        return FEWEST_TOKENS if head.symbolic else None  # the plan has chosen it for another batch
+        chosen = _by_default(head, graph)
+        return FEWEST_TOKENS if chosen is None and head.symbolic else chosen  # the plan has chosen it for another batch
 
     def apply(self, graph: TrainingGraph, decisions: Collection[Any] | Mapping[str, int]) -> Changes:
         """Compute the heads in `decisions` for as many tokens at a time as these say; of those that are names alone in `chunks`.
@@ -176,6 +180,21 @@ def prepared(graph: TrainingGraph) -> TrainingGraph:
     alone = for_loss_alone(graph).clone()
     as_matrices(alone)
     return alone
+
+
+def _by_default(head: Head, graph: TrainingGraph) -> int | None:
+    """How many tokens of a head are worked on at a time where nothing is said; None: it is not worth it."""
+    most = min(head.tokens // FEWEST_TOKENS, _affordable(head, graph))
+    if most > 1 and head.saved_bytes * (1 - 1 / most) - _in_single_precision(head) >= LEAST_BYTES:
+        return -(-head.tokens // most)
+    return None
+
+
+def _in_single_precision(head: Head) -> int:
+    """Bytes of sums over tokens that exist beside the gradients themselves, since those of half precision are added up in it."""
+    sizes = [node.meta["val"].element_size() for node in head.sums]
+    half = any(size < torch.float32.itemsize for size in sizes)
+    return head.weights_bytes * torch.float32.itemsize // min(sizes) if half else 0
 
 
 def _affordable(head: Head, graph: TrainingGraph) -> int:
