@@ -136,8 +136,14 @@ def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowOfEach | None:
 
 
 def puts_back(graph: TrainingGraph, rows: RowOfEach, node: fx.Node) -> bool:
-    """Whether a node puts these rows, and no others, among zeros."""
-    return node.target is aten.index_put.default and is_zero(arguments(node)[0]) and row_of_each(graph, node) == rows
+    """Whether a node puts these rows, and no others, among zeros; each its own, not one for all samples."""
+    if node.target is not aten.index_put.default or not is_zero(arguments(node)[0]) or row_of_each(graph, node) != rows:
+        return False
+    whole, given = first_value(node), first_value(arguments(node)[2])
+    assert whole is not None
+    assert given is not None
+    sizes = (whole.shape[0], *whole.shape[2:])
+    return [expression(size) for size in given.shape] == [expression(size) for size in sizes]
 
 
 def needed_for(rows: RowOfEach) -> set[fx.Node]:

@@ -336,6 +336,20 @@ def test_samples_and_rows_that_change_places() -> None:
         checked(Turned(last_kept), *padded(samples, 4))
 
 
+@pytest.mark.parametrize("value", [lambda head: head.weight[0], lambda head: head.weight[:1] * 2, lambda head: head.bias[0]])
+def test_what_is_put_in_one_row_of_each_sample_may_be_the_same_for_all(value: Callable[[nn.Linear], Tensor]) -> None:
+    """It has no sizes of its own for samples then, and is no gradient of rows."""
+
+    class Put(OfEach):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden, rows = self.blocks(x), (torch.arange(x.shape[0]), last_kept(mask, x))
+            put = torch.zeros_like(x).index_put(rows, value(self.head))
+            return self.head(hidden[rows]).square().mean() + (hidden * put).pow(3).sum()
+
+    checked(Put(last_kept), *padded())
+    checked(Put(last_kept), *padded(WIDTH, WIDTH))
+
+
 def test_a_row_of_each_sample_with_dropout_and_other_batches() -> None:
     model = OfEach(last_kept, causal=True, dropout=0.3)
     opt = graphopt.optimize(copy.deepcopy(model), padded(), passes=[DeadRows()], backend="aot_eager")
