@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from graphopt import compat
 from graphopt.compat import pytree
 from graphopt.errors import RerunError
+from graphopt.frontend.backend import PlanBackend
 from graphopt.frontend.compiled_region import Places
 from graphopt.testing.compare import tolerance_of
 
@@ -164,8 +165,11 @@ class Rerun:
         if self.versions != [t._version for t in self.tensors] or not gradients.keys() <= leaves.keys():
             self.running.differentiate_all()
             raise RerunError(CHANGED)
-        wanted = [leaves[number] for number in gradients]
-        model, args, kwargs = self.running.model, *self.arguments
+        wanted, keep = [leaves[number] for number in gradients], compat.keeps_graph()
+        model, ((args, kwargs), cut) = self.running.model, _cut_off(self.arguments)
+        backend = PlanBackend(self.plan, lambda: self.running, self.running.backend)  # type: ignore[arg-type,return-value]
+        dropped = backend.needless([given for given, _ in cut.values()])
+        needless = [edge for i, edge in enumerate(cut) if i in dropped]
         with (self.before or Before(False)).restored(model), contextlib.ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
@@ -173,8 +177,17 @@ class Rerun:
             vars(model).update((k, v) for k, v in zip(_OF_A_CALL, self.called, strict=True) if v is not _ABSENT)
             found = pytree.tree_leaves(self.running.again(self.plan, frozenset(wanted), args, kwargs))
             self._check_same(found, wanted)
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            return torch.autograd.grad([found[i] for i in wanted], edges, list(gradients.values()), allow_unused=True)
+            edges = [edge for edge in node.next_functions if edge[0] is not None]
+            into: list[Any] = [cut[edge][1] if edge in cut else GradientEdge(*edge) for edge in edges]
+            others = [leaf for edge, (_, leaf) in cut.items() if edge not in edges and edge not in needless]
+            with _without_hooks(self.tensors):
+                more = torch.autograd.grad(
+                    [found[i] for i in wanted], [*into, *others], list(gradients.values()), keep, allow_unused=True
+                )
+        if any(gradient is not None for gradient in more[len(edges) :]):
+            self.running.differentiate_all()
+            raise RerunError(CHANGED)
+        return [None if edge in needless else gradient for edge, gradient in zip(edges, more, strict=False)]
 
     def _check_same(self, again: Sequence[Tensor], wanted: Sequence[int]) -> None:
         """Raise, or tell, if the step gave other outputs than before, as far as those are still there, and the loss."""
@@ -188,6 +201,38 @@ class Rerun:
             return
         self.running.differentiate_all()
         raise RerunError(CHANGED)
+
+
+def _cut_off(arguments: Any) -> tuple[Any, dict[tuple[Any, int], tuple[Tensor, Tensor]]]:
+    """A call's arguments as leaves: what they were computed from gets its gradients by the backward under way, and by that alone.
+
+    Returns:
+        The arguments; and by edge of autograd's graph the tensor that it leads to, and the leaf in its place.
+    """
+    cut: dict[tuple[Any, int], tuple[Tensor, Tensor]] = {}
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.grad_fn is None:
+            return value
+        edge = value.grad_fn, value.output_nr
+        if edge not in cut:
+            cut[edge] = value, value.detach().requires_grad_()
+        return cut[edge][1]
+
+    return pytree.tree_map(leaf, arguments), cut
+
+
+@contextlib.contextmanager
+def _without_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks on tensors are not called inside: the backward under way calls them, with all of a gradient."""
+    hooked = [(hooks, hooks.copy()) for tensor in tensors if (hooks := tensor._backward_hooks)]
+    for hooks, _ in hooked:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, values in hooked:
+            hooks.update(values)
 
 
 def _close(again: Tensor, before: Tensor) -> bool:
