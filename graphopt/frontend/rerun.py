@@ -162,7 +162,8 @@ class Rerun:
         if torch.is_grad_enabled():
             raise RerunError(_TWICE)
         leaves = {number: leaf for number, leaf, _, _ in self.outputs}
-        if self.versions != [t._version for t in self.tensors] or not gradients.keys() <= leaves.keys():
+        frozen = sum(t.requires_grad for t in self.tensors) < sum(node.needs_input_grad)
+        if frozen or self.versions != [t._version for t in self.tensors] or not gradients.keys() <= leaves.keys():
             self.running.differentiate_all()
             raise RerunError(CHANGED)
         wanted, keep = [leaves[number] for number in gradients], compat.keeps_graph()

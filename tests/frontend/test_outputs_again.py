@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 import graphopt
+from graphopt.errors import RerunError
 from tests.frontend.stepping import assert_gradients
 from tests.frontend.test_outputs import LOSSES, Heads, X
 from tests.frontend.test_outputs_shared import Shared, rows
@@ -76,6 +78,24 @@ def test_hooks_on_what_a_step_reads_are_called_once() -> None:
             found.append((x.grad, y.grad))
         torch.testing.assert_close(found[1], found[0])
         assert_gradients(model, eager)
+
+
+def test_what_was_frozen_between_a_step_and_its_backward_is_refused_once() -> None:
+    """Its gradient would be missing without a word; eager mode computes it."""
+    model = Shared()
+    eager = copy.deepcopy(model)
+    opt = graphopt.optimize(model, (rows(0),), backend="aot_eager")
+    for step in range(3):
+        for module, called in ((eager, eager), (model, opt)):
+            module.zero_grad()
+            loss = summed(called(rows(step)))
+            module.body.requires_grad_(False)
+            with pytest.raises(RerunError) if called is opt and step == 0 else nullcontext():
+                loss.backward()
+            module.body.requires_grad_(True)
+        for mine, theirs in zip(model.body.parameters(), eager.body.parameters(), strict=True):
+            if step > 0:
+                torch.testing.assert_close(mine.grad, theirs.grad)
 
 
 def test_an_output_that_is_differentiated_first_with_the_graph_kept_in_every_step() -> None:
