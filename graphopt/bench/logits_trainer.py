@@ -1,8 +1,8 @@
 """`graphopt bench logits --trainer`: SmolLM2-135M with its weights on real text, in the Trainer of transformers.
 
 One Trainer compiles its model with `torch_compile=True`, the other has a `TrainerCallback`. Neither the model nor the Trainer is
-changed. They train in turn, each twice: accelerate keeps one state per process, so that two Trainers cannot take turns step by
-step. CPU seconds (of all threads of the process) are reported beside seconds: other work on the machine disturbs them less.
+changed. One trains after the other: accelerate keeps one state per process, so that two Trainers cannot take turns step by step.
+So CPU seconds (of all threads of the process) are reported beside seconds: other work on the machine disturbs them less.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ WARMUP = 3
 """Steps of each Trainer that do not count: the first compile, and the next may compile what the optimizer changed."""
 
 SIDES = ("torch.compile", "graphopt")
-ROUNDS = 2
 
 
 class Measured(transformers.TrainerCallback):
@@ -76,9 +75,9 @@ def run(tokens: int, samples: int, labelled: float, lora: bool, repeats: int, co
     steps = WARMUP + repeats + 1
     columns = packed(samples * steps, tokens // samples, labelled)
     with Progress(console=console) as bar, tempfile.TemporaryDirectory() as folder:
-        task = bar.add_task("training", total=ROUNDS * len(SIDES) * steps)
+        task = bar.add_task("training", total=len(SIDES) * steps)
         measured = {side: Measured(device, lambda: bar.advance(task)) for side in SIDES}
-        for side in SIDES * ROUNDS:
+        for side in SIDES:
             trainer = _trainer(side, _model(lora), columns, samples, steps, folder)
             trainer.add_callback(measured[side])
             trainer.train()
