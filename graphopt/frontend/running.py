@@ -105,7 +105,7 @@ class Running:
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
         self._devices: list[str] = []
-        self._draws = False
+        self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
         self._differentiated = None if parts else frozenset({0})
@@ -122,7 +122,7 @@ class Running:
         before: Before | None = None
         if self._watches:
             first, self._calls = self._calls < FIRST_CALLS, self._calls + 1
-            before = Before(True, self.model if first else None) if self._draws or first else None
+            before = Before(self._draws is not False, self.model if first else None) if self._draws or first else None
             self._watches = first or bool(self._positions)
         output, positions = self._run(plan, self._differentiated, args, kwargs)
         if positions is None:
@@ -131,7 +131,7 @@ class Running:
             self._last = (plan, self._ran)
             self._check_all_planned(plan)
             self.step = self._as_step(plan)
-            self._draws = self._draws or self.step is None or self.step.draws  # for good: steps of several kinds may take turns
+            self._draws = bool(self._draws) or self.step is None or self.step.draws  # for good: kinds may take turns
             self._watches = self._watches or self._returned is not None
             self._devices = sorted({"cpu", *(p.device.type for p in self.model.parameters())})
         else:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
