@@ -36,11 +36,24 @@ def model_of(layers: int, lora: bool) -> nn.Module:
         intermediate_size=FEED_FORWARD, vocab_size=VOCABULARY, tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
-    if not lora:
-        return model
+    return with_adapters(model) if lora else model
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """The model with adapters of rank 8 on queries and values, which alone are trained: the head is frozen."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).train()
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    return adapted.train()
+
+
+def described(results: dict[str, Any]) -> str:
+    """The settings of a run, for the line above its table."""
+    trained = "adapters of rank 8 are trained" if results["lora"] else "all is trained"
+    return (
+        f"{results['tokens']:,} tokens, {results['labelled']:.0%} of them with a label, {trained}, "
+        f"median of {results['repeats']} steps (forward, backward)"
+    )
 
 
 class LossAlone(nn.Module):
@@ -125,11 +138,7 @@ def _predicted(step: Any) -> dict[str, Any]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
-    trained = "adapters of rank 8 are trained" if results["lora"] else "all is trained"
-    console.print(
-        f"torch {results['torch']}, {results['device']}: {results['layers']} layers, {results['tokens']:,} tokens, "
-        f"{results['labelled']:.0%} of them with a label, {trained}, median of {results['repeats']} steps"
-    )
+    console.print(f"torch {results['torch']}, {results['device']}: {results['layers']} layers, {described(results)}")
     columns = (
         "the model returns",
         "run by",

@@ -20,6 +20,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.bench.logits import described, with_adapters
 from graphopt.bench.peak import PeakBytes
 from graphopt.bench.smollm2 import packed, pretrained_smollm2
 from graphopt.bench.tables import table
@@ -87,12 +88,7 @@ def run(tokens: int, samples: int, labelled: float, lora: bool, repeats: int, co
 
 
 def _model(lora: bool) -> nn.Module:
-    model = pretrained_smollm2()
-    if not lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    return with_adapters(pretrained_smollm2()) if lora else pretrained_smollm2()
 
 
 def _trainer(
@@ -126,11 +122,7 @@ def _row(side: str, measured: Measured, compiled: Measured) -> dict[str, Any]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
-    trained = "adapters of rank 8 are trained" if results["lora"] else "all is trained"
-    console.print(
-        f"torch {results['torch']}, {results['device']}: SmolLM2-135M in the Trainer, {results['tokens']:,} tokens of text, "
-        f"{results['labelled']:.0%} of them with a label, {trained}, median of {results['repeats']} steps (forward, backward)"
-    )
+    console.print(f"torch {results['torch']}, {results['device']}: SmolLM2-135M in the Trainer, real text, {described(results)}")
     columns = (
         "run by",
         "step allocates MB",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -48,16 +49,25 @@ BEHIND_SAMPLES = RowAxis(1, 1, Axis(0))
 """Of a tensor (B, T, ...)."""
 
 
+@dataclass(frozen=True)
 class OfEach(Rules):
-    """What is row by row, and sample by sample: rows of different samples are different ones."""
+    """What is row by row, and sample by sample: rows of different samples are different ones.
 
-    def __init__(self, graph: TrainingGraph, rows: RowOfEach) -> None:
-        super().__init__(graph, rows.length)
-        object.__setattr__(self, "of_rows", Rules(graph, rows.length))
-        object.__setattr__(self, "of_samples", Rules(graph, rows.groups))
+    Attributes:
+        groups: how many samples; see `RowOfEach`.
+    """
 
-    of_rows: Rules
-    of_samples: Rules
+    groups: int = 0
+
+    @functools.cached_property
+    def of_rows(self) -> Rules:
+        """Of rows alone."""
+        return Rules(self.graph, self.length)
+
+    @functools.cached_property
+    def of_samples(self) -> Rules:
+        """Of samples alone."""
+        return Rules(self.graph, self.groups)
 
     def carries(self, node: fx.Node, axis: Axis) -> bool:
         """See `Rules`. Samples have a dimension of their own, or are just around the rows: so rows can be taken by number."""
@@ -132,7 +142,7 @@ def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowOfEach | None:
     counted = expression(count.meta["val"] if isinstance(count, fx.Node) else count)
     if counted != expression(size) or not isinstance(length, int) or length < 2 or expression(value.shape[0]) != counted:
         return None
-    return RowOfEach(length, samples, positions, Rules(graph, length).number(size) if not isinstance(size, int) else size)
+    return RowOfEach(length, samples, positions, size if isinstance(size, int) else Rules(graph, length).number(size))
 
 
 def puts_back(graph: TrainingGraph, rows: RowOfEach, node: fx.Node) -> bool:

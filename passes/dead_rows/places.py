@@ -43,7 +43,7 @@ Places = Rows | RowOfEach
 
 def rules_of(graph: TrainingGraph, rows: Places) -> Rules:
     """What is row by row, for these rows."""
-    return OfEach(graph, rows) if isinstance(rows, RowOfEach) else Rules(graph, rows.length)
+    return OfEach(graph, rows.length, rows.groups) if isinstance(rows, RowOfEach) else Rules(graph, rows.length)
 
 
 def read_places(graph: TrainingGraph) -> Iterator[tuple[Places, Mapping[fx.Node, Axis]]]:

@@ -112,12 +112,17 @@ def compressed_curve(opt: Any, batch_of: Any) -> list[float]:
     for seed in range(1, 6):
         with opt.no_sync():
             loss_of(opt(*batch_of(10 + seed))).backward()
-        loss = loss_of(opt(*batch_of(seed)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(stepped(opt, optimizer, batch_of(seed)))
     return losses
+
+
+def stepped(opt: Any, optimizer: Any, batch: Any) -> float:
+    """The loss of one step."""
+    loss = loss_of(opt(*batch))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def within_memory(mesh: Any, batch: Any) -> list[dict[str, float]]:
@@ -131,14 +136,8 @@ def within_memory(mesh: Any, batch: Any) -> list[dict[str, float]]:
 
 def curve(opt: Any, batch_of: Any) -> list[float]:
     """Losses of some steps."""
-    optimizer, losses = torch.optim.AdamW(opt.parameters(), lr=1e-2), []
-    for seed in range(1, 9):
-        loss = loss_of(opt(*batch_of(seed)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-2)
+    return [stepped(opt, optimizer, batch_of(seed)) for seed in range(1, 9)]
 
 
 def bare(wrapped: nn.Module) -> dict[str, Tensor | None]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import graphopt
 from graphopt.errors import RerunError
-from tests.frontend.stepping import assert_gradients
+from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager
 from tests.frontend.test_outputs import LOSSES, Heads, X
 from tests.frontend.test_outputs_shared import Shared, rows
 
@@ -99,30 +99,22 @@ def test_what_was_frozen_between_a_step_and_its_backward_is_refused_once() -> No
 
 
 def test_an_output_that_is_differentiated_first_with_the_graph_kept_in_every_step() -> None:
-    model = Shared()
-    eager = copy.deepcopy(model)
-    opt = graphopt.optimize(model, (rows(0),), backend="aot_eager")
-    for step in range(4):
-        for module, called in ((eager, eager), (model, opt)):
-            module.zero_grad()
-            out = called(rows(step))
-            out["a"].pow(3).sum().backward(retain_graph=True)
-            out["loss"].backward()
-        assert_gradients(model, eager)
+    def train(called: Any, _: Any, step: int) -> Tensor:
+        out = called(rows(step))
+        out["a"].pow(3).sum().backward(retain_graph=True)
+        return out["loss"]
+
+    assert_steps_as_in_eager(Shared(), (rows(0),), train, steps=4)
 
 
 def test_dropout_is_the_same_where_steps_without_it_take_turns() -> None:
     """As evaluation with gradients enabled between steps of training."""
-    model = Heads(dropout=0.5)
-    opt = graphopt.optimize(model, X, backend="aot_eager")
-    eager = copy.deepcopy(model)
-    for step in range(8):
-        for module, called in ((eager, eager), (model, opt)):
-            module.zero_grad()
-            module.eval()
-            called(rows(step))
-            module.train()
-            torch.manual_seed(step)
-            LOSSES["loss" if step < 6 else "all"](called(rows(step))).backward()
-        assert_gradients(model, eager)
-    assert opt.report.notes == []
+
+    def train(called: Any, module: Any, step: int) -> Tensor:
+        module.eval()
+        called(rows(step))
+        module.train()
+        torch.manual_seed(step)
+        return LOSSES["loss" if step < 6 else "all"](called(rows(step)))
+
+    assert assert_steps_as_in_eager(Heads(dropout=0.5), X, train, steps=8).report.notes == []

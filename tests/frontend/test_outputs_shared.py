@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.errors import RerunError
-from tests.frontend.stepping import assert_gradients, generated
+from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager, generated
 
 
 class Shared(nn.Module):
@@ -129,16 +129,12 @@ class Around(nn.Module):
         return {"loss": logits.square().mean(), "logits": logits}
 
 
+def with_logits(out: dict[str, Tensor]) -> Tensor:
+    return out["loss"] + out["logits"].pow(3).sum()
+
+
 def test_what_is_computed_outside_of_the_graph_is_reached() -> None:
-    model = Around()
-    eager = copy.deepcopy(model)
-    opt = graphopt.optimize(model, (rows(0),), backend="aot_eager")
-    for step in range(3):
-        for module, called in ((eager, eager), (model, opt)):
-            module.zero_grad()
-            out = called(rows(step))
-            (out["loss"] + out["logits"].pow(3).sum()).backward()
-        assert_gradients(model, eager)
+    assert_steps_as_in_eager(Around(), (rows(0),), lambda called, _, step: with_logits(called(rows(step))))
 
 
 class Holding(nn.Module):
@@ -155,18 +151,13 @@ class Holding(nn.Module):
 
 
 def test_a_tensor_with_a_history_that_the_model_holds_is_reached() -> None:
+    def train(called: Any, module: Any, step: int) -> Tensor:
+        module.held = [torch.tanh(module.weight)]
+        return with_logits(called(rows(step)))
+
     model = Holding()
-    eager = Holding()
-    eager.load_state_dict(model.state_dict())
     model.held = [torch.eye(5).double()]
-    opt = graphopt.optimize(model, (rows(0),), backend="aot_eager")
-    for step in range(3):
-        for module, called in ((eager, eager), (model, opt)):
-            module.zero_grad()
-            module.held = [torch.tanh(module.weight)]
-            out = called(rows(step))
-            (out["loss"] + out["logits"].pow(3).sum()).backward()
-        assert_gradients(model, eager)
+    assert_steps_as_in_eager(model, (rows(0),), train)
 
 
 def test_outputs_are_freed_while_the_loss_is_held() -> None:
