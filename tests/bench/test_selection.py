@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
+import graphopt
 from graphopt.bench import selection, selection_run
 from graphopt.bench.selection import DRAWS, NEAR, Settings, compare, missing, show
 from graphopt.bench.selection_run import RULES, Run, finished
@@ -328,3 +329,28 @@ def test_a_comparison_is_kept_run_by_run_and_another_sitting_adds_only_what_is_m
     assert len(trained) == before
     selection.run(Settings(wanted.tasks, (0.4,), ("ours",), STEPS + 5, 1), tmp_path, 3, console)
     assert {run.steps for run in trained[before:]} == {STEPS + 5}
+
+
+class FirstRow(torch.nn.Module):
+    """Classifies sequences by their first row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x)[:, 0])
+
+
+def test_what_exact_rewrites_save_is_spent_by_every_rule() -> None:
+    batch = {"x": torch.randn(4, 16, 8)}
+    task = SimpleNamespace(make_model=lambda seed: FirstRow(), rate=RATE, train=batch, example=lambda: batch)
+    flops = 0.4
+    model = FirstRow()
+    opt = graphopt.optimize(model, batch, flops, backend="aot_eager")  # without a loss: by place and size
+    plain = graphopt.optimize(model, batch, flops, [graphopt.passes.GreenTrainer(rule="capacity")], "aot_eager")
+    names = tuple(dict(model.named_parameters()))
+    costs = BackwardCosts(names, 1, ((frozenset(range(len(names))), 1),), (1,) * len(names))
+    chosen = selection_run.by_place(selection_run.Problem(task, costs, {}, flops, 0, 0, 0))
+    assert {names[k] for k in chosen} == opt.selected > plain.selected
