@@ -140,6 +140,8 @@ def _view(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
 
 def in_other_sizes(shape: tuple[int, ...], axis: Axis, sizes: tuple[int, ...], length: int) -> Axis | None:
     """Where rows are in the same elements with other sizes: as many come before a row, and as many belong to it."""
+    if 0 in shape or 0 in sizes:  # such as a quotient of symbols, with primes in their places
+        return None
     before = math.prod(shape[: axis.dim]) * (shape[axis.dim] // (length * axis.inner))
     within = axis.inner * math.prod(shape[axis.dim + 1 :])
     for dim, size in enumerate(sizes):

@@ -95,6 +95,11 @@ def is_restart(error: BaseException) -> bool:
     return isinstance(error, (exc.RestartAnalysis, exc.SkipFrame, *exc.exceptions_allowed_to_be_fallback))
 
 
+def is_traced_elsewhere(error: BaseException) -> bool:
+    """Whether compiled code refused to run because a thread traces a graph meanwhile, for which torch has one flag for all."""
+    return isinstance(error, RuntimeError) and "symbolically trace a dynamo-optimized function" in str(error)
+
+
 def cause_of(error: BaseException) -> BaseException:
     """What a backend has raised, where Dynamo has wrapped it."""
     inner = getattr(error, "inner_exception", None)

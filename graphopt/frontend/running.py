@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import pytree
-from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks
+from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere
 from graphopt.errors import GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
@@ -34,6 +33,7 @@ from graphopt.planner.plan import Plan
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.draws import draws
+from graphopt.runtime.turn import Turn
 from graphopt.transforms.symbolic_zeros import NO_LOSS
 
 _models = itertools.count()
@@ -108,6 +108,7 @@ class Running:
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
+        self._turn = Turn()
         self._differentiated = None if parts else frozenset({0})
 
     def __call__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,6 +117,10 @@ class Running:
         Raises:
             PassError: everything that the plan trains is frozen.
         """
+        with self._turn:
+            return self._in_turn(plan, args, kwargs)
+
+    def _in_turn(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.samples:
             plan = self._for_batch(plan, args, kwargs)
         start = time.perf_counter()
@@ -136,8 +141,8 @@ class Running:
             self._devices = sorted({"cpu", *(p.device.type for p in self.model.parameters())})
         else:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
             self.settled = not self._broken and len(self._ran) == 1 and not self._settings.always
-        if self.step is not None and len(self.step.seconds) < (self.step.seconds.maxlen or 0):
-            _when_backward_ends(output, lambda: self.step.seconds.append(time.perf_counter() - start))  # type: ignore[union-attr]
+        if self.step is not None:
+            self.step.note_seconds(output, start)
         if self._loss_alone:
             return not_kept(output, positions)
         if self._returned is not None:
@@ -152,9 +157,10 @@ class Running:
 
     def again(self, plan: Plan, wanted: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a step whose leaves at some positions are differentiated; later steps are prepared for those, too."""
-        output, _ = self._run(plan, wanted, args, kwargs)
-        self._returned = None
-        self._asked = self._differentiated = wanted if self._asked is None else self._asked | wanted
+        with self._turn:
+            output, _ = self._run(plan, wanted, args, kwargs)
+            self._returned = None
+            self._asked = self._differentiated = wanted if self._asked is None else self._asked | wanted
         return output
 
     def differentiate_all(self) -> None:
@@ -185,7 +191,7 @@ class Running:
                 self._call = ((), {})
                 return found
         except Exception as error:
-            if not isinstance(cause_of(error), Unsettled):
+            if not (isinstance(cause_of(error), Unsettled) or is_traced_elsewhere(error)):
                 raise
         self.settled, self._ran, self._returned = False, [], None
         symbolic = symbolic_batch(args, kwargs, self.batch_dim) if plan.samples else contextlib.nullcontext()
@@ -335,16 +341,3 @@ class Running:
         self._ran.append(region)
         if not region.gated and self.values.supplier is not None:
             self.values.supplier.finish()
-
-
-def _when_backward_ends(output: Any, then: Callable[[], None]) -> None:
-    """Call `then` at the end of the first backward from what a model has returned."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
-    if leaves:
-        handle: Any = None
-
-        def begun(_: Tensor) -> None:
-            handle.remove()
-            torch.autograd.Variable._execution_engine.queue_callback(then)
-
-        handle = leaves[0].register_hook(begun)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
+from graphopt.compat import pytree
 from graphopt.frontend.compiled_region import CompiledRegion
 from graphopt.graph import TrainingGraph
 from graphopt.passes import PassReport
@@ -69,6 +73,21 @@ class RegionStep:
     def rewrite_seconds(self) -> float:
         """Of all regions."""
         return sum(region.rewrite_seconds for region in self.regions)
+
+    def note_seconds(self, output: Any, start: float) -> None:
+        """Note the seconds from `start` to the end of the first backward from what the model has returned, of some steps."""
+        if len(self.seconds) == self.seconds.maxlen:
+            return
+        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        if not leaves:
+            return
+        seconds = self.seconds  # what waits for a backward must not keep the step alive
+
+        def begun(_: Tensor) -> None:
+            handle.remove()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: seconds.append(time.perf_counter() - start))
+
+        handle = leaves[0].register_hook(begun)
 
     @property
     def halves(self) -> tuple[tuple[fx.GraphModule, fx.GraphModule], ...]:

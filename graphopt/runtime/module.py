@@ -37,6 +37,7 @@ from graphopt.runtime.planned_module import PlannedModule
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers
 from graphopt.runtime.supply import Supply
+from graphopt.runtime.turn import Turn
 
 
 class OptimizedModule(PlannedModule):
@@ -66,6 +67,7 @@ class OptimizedModule(PlannedModule):
         self.__dict__["_captures"] = captures
         self.__dict__["_fallback"] = Fallback(model)
         self.__dict__["_running"] = None
+        self.__dict__["_turn"] = Turn()
         self.__dict__["_states"] = {}
         self.__dict__["_several_graphs"] = recording is not None
         self.__dict__["_fullgraph"] = fullgraph
@@ -101,6 +103,11 @@ class OptimizedModule(PlannedModule):
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
+        with self._turn:
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A training step's forward, with what techniques do before and after it."""
         plan, states = self._plan, self.states.values()
         self._wrapping.check(self)
         for state in states:
