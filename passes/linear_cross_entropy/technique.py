@@ -84,16 +84,14 @@ class LinearCrossEntropy(Technique):
         """Leave a plan where nothing is worth it."""
         if not planning.auto or self._is_worth_it(plan, planning.graph):
             return plan
-        if _samples(plan):
-            return plan.without(self, "it is not used beside a sampler")
         if plan.memory is not None and self.applicable(planning.graph):
             return plan
-        return plan.without(self, self.unneeded)
+        return plan.without(self, "rows of logits are left out instead" if _samples(plan) else self.unneeded)
 
     def finer(self, plan: Plan, graph: TrainingGraph) -> Plan | None:
         """Half as many tokens at a time."""
         heads, _ = find_heads(prepared(graph))
-        if self.chunks is not None or not heads or _samples(plan):
+        if self.chunks is not None or not heads:
             return None
         chosen = self._chosen(plan, graph)
         tokens = max(chosen.get(head.name, head.tokens) for head in heads) // 2
@@ -104,7 +102,7 @@ class LinearCrossEntropy(Technique):
         return tuple(self._chosen(plan, graph).items()), ()
 
     def _chosen(self, plan: Plan, graph: TrainingGraph) -> dict[str, int]:
-        if _samples(plan):
+        if _samples(plan) and self.chunks is None and self.name not in plan.decisions:
             return {}
         heads, _ = find_heads(prepared(graph))
         found = {head.name: self._tokens_of(head, plan, graph) for head in heads}
@@ -171,7 +169,7 @@ class LinearCrossEntropy(Technique):
 
 
 def _samples(plan: Plan) -> bool:
-    """Whether rows of the backward are to be left out; beside that, heads in chunks have not been checked."""
+    """Whether rows of the backward are to be left out. A head in chunks has its gradients before: all its rows are computed."""
     return any(rewrite.preserves is Preserves.UNBIASED for rewrite in plan.passes)
 
 

@@ -252,11 +252,21 @@ def test_what_cannot_be_divided_is_left_alone_with_a_reason() -> None:
         LinearCrossEntropy(0)
 
 
-def test_beside_a_sampler_the_head_is_left_whole() -> None:
-    opt = graphopt.optimize(LanguageModel(), batch(), passes=[LinearCrossEntropy(4), Vcas(keep_rows=0.5)], backend="aot_eager")
-    opt(*batch()).backward()
+def test_beside_a_sampler_a_head_is_divided_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows of its gradients are computed then: by itself a sampler would leave some out."""
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.LEAST_BYTES", 0)
+    asked = [LinearCrossEntropy(4), Vcas(keep_rows=0.5)]
+    for passes, changed in ((asked, ("head.weight",)), ([Vcas(keep_rows=0.5), LinearCrossEntropy()], ())):
+        opt = graphopt.optimize(LanguageModel(), batch(), passes=passes, backend="aot_eager")
+        opt(*batch()).backward()
+        assert opt.last_step is not None
+        assert opt.last_step.reports[0].changes.changed == changed
+    model, inputs = LanguageModel(vocabulary=9000), batch(4, 16, 9000)
+    small = graphopt.Budget(memory="6MB", variance=0.05)
+    opt = graphopt.optimize(model, inputs, small, backend="aot_eager", optimizer=torch.optim.SGD(model.parameters()))
+    opt(*inputs).backward()
     assert opt.last_step is not None
-    assert not opt.last_step.reports[0].changes.changed
+    assert ("head.weight",) in [report.changes.changed for report in opt.last_step.reports]
 
 
 def test_small_logits_are_left_whole_by_themselves() -> None:
