@@ -23,8 +23,10 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
+from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.sharded import budget_for, ranks_of, require_plannable
 from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.frontend.accepted import require_module, require_no_mesh, require_one_replica, require_storage, training_mode
 from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
@@ -103,6 +105,7 @@ def optimize(
     """
     budget = Budget.of(budget)
     require_module(model)
+    budget, unlimited = budget_for(model, budget)
     if outputs not in ("all", "loss"):
         raise InputError(f"outputs={outputs!r}: use 'all' or 'loss'.")
     if outputs == "loss" and loss is not None:
@@ -115,7 +118,7 @@ def optimize(
     args, kwargs = as_call(example_inputs)
     require_storage(model)
     require_one_replica(model)
-    ranks = Ranks(group_of(mesh, group))
+    ranks = Ranks(group_of(mesh, ranks_of(model, mesh, group)))
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None)
     if mesh is not None:
         require_same_weights(model, ranks)
@@ -124,6 +127,7 @@ def optimize(
     with training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:
+            require_plannable(model)
             trace = functools.partial(captures.graph, args, kwargs)
             capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph)
             graph, recording = ranks.together(capture, "capturing the model")
@@ -135,7 +139,7 @@ def optimize(
             logger.warning("%s The model runs as torch.compile has it.", nothing)
             return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
-        if recording is not None:
+        if recording is not None or is_sharded(model):
             chosen = for_parts(chosen, passes == "auto")
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
@@ -149,6 +153,8 @@ def optimize(
         for told in (*recording.unplanned, left_to_eager_mode(model, graph)):
             if told:
                 opt.note(told)
+    if unlimited:
+        opt.note(unlimited)
     opt.start_techniques()
     if verify:
         with training_mode(model):

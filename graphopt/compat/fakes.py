@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from graphopt.compat.fsdp import is_sharded, without_hooks
 from graphopt.compat.graph_modules import lazy_graph_modules
 
 
@@ -46,9 +47,12 @@ def fake_like(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
 
 
 def without_storage(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, Sequence[Tensor]]:
-    """Meta tensors trace without a backward: replace them by fake ones (shapes without memory) on the CPU."""
+    """Meta tensors trace without a backward: replace them by fake ones (shapes without memory) on the CPU.
+
+    Of a sharded model the copy is whole, and without the hooks that gather its weights.
+    """
     held = [*model.parameters(), *model.buffers(), *tensors]
-    if fake_mode_of(held) is None and not any(t.is_meta for t in held):
+    if fake_mode_of(held) is None and not any(t.is_meta for t in held) and not is_sharded(model):
         return model, tensors
     return fake_copy(model, tensors)
 
@@ -76,7 +80,7 @@ def fake_copy(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[nn.Module, l
                 if isinstance(value, Tensor) and name not in ("_parameters", "_buffers"):
                     memo[id(value)] = fake(value)
         inputs = [fake(t).requires_grad_(t.requires_grad) for t in tensors]
-    return copy.deepcopy(model, memo), inputs
+    return (without_hooks if is_sharded(model) else copy.deepcopy)(model, memo), inputs
 
 
 _KNOWN_VALUES_LIMIT = 2**24

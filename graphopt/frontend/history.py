@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphopt.compat.fsdp import passes_gradients_on
+
 
 def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
     """Whether a gradient of `tensor` goes on to a leaf that is wanted.
@@ -27,8 +29,8 @@ def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
-        if isinstance(node, torch.autograd.function.BackwardCFunction):  # compiled parts, which are cut themselves, among them
-            return True
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not passes_gradients_on(node):
+            return True  # compiled parts, which are cut themselves, among them
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and wanted(leaf):
             return True

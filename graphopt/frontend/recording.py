@@ -58,7 +58,6 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     regions: list[RecordedRegion] = []
     unplanned: list[str] = []
     running = _without_side_effects(model)
-    names = tensor_names(running)
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Any:
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -73,7 +72,9 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
         def run(*values: Any) -> Any:
             outputs = module(*values)
-            region = region_of(placeholders, values, names)  # Dynamo runs one graph for all layers that look alike
+            region = region_of(
+                placeholders, values, tensor_names(running)
+            )  # Dynamo runs one graph for all layers that look alike
             graph = None
             if traced is not None:
                 graph = training_graph(region, graph_module(traced[0], copied(traced[0].graph)), traced[1])

@@ -18,6 +18,7 @@ from torch import SymInt, Tensor, fx, nn
 from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
 from graphopt.compat.aot import ABSENT
 from graphopt.compat.dynamo import source_of, traced_size
+from graphopt.compat.fsdp import held_parameters
 from graphopt.graph import Parameter, TrainingGraph
 from graphopt.transforms.canonicalize import normalise
 
@@ -54,6 +55,8 @@ def tensor_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
     for named in (model.named_parameters, model.named_buffers):
         for name, tensor in named(remove_duplicate=False):
             names[id(tensor)] = (*names.get(id(tensor), ()), name)
+    for held in held_parameters(model):  # a part of the model has them gathered, others not
+        names |= {id(form): held.names for form in (held.sharded, held.whole) if form is not None}
     return names
 
 

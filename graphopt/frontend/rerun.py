@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from graphopt import compat
 from graphopt.compat import pytree
 from graphopt.errors import RerunError
+from graphopt.frontend.attributes import attributes_of, put_back
 from graphopt.frontend.backend import PlanBackend
 from graphopt.frontend.compiled_region import Places
 from graphopt.testing.compare import tolerance_of
@@ -40,16 +40,6 @@ _OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_
 _ABSENT = object()
 
 
-Container = dict[Any, Any] | list[Any] | set[Any]
-
-_PLAIN = (dict, list, set, OrderedDict, defaultdict)
-"""Types of attributes that forward may change in place."""
-
-
-LARGEST = 1000
-"""Entries of a container that is taken for something that forward keeps, and not for data."""
-
-
 class Before:
     """What a step begins with, as far as it changes that: random numbers of the CPU, buffers, and attributes."""
 
@@ -64,19 +54,19 @@ class Before:
         """
         self.draws = torch.get_rng_state() if draws else None
         self.buffers = [] if model is None else [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self.attributes = [] if model is None else _attributes(model)
+        self.attributes = [] if model is None else attributes_of(model)
 
     @contextlib.contextmanager
     def restored(self, model: nn.Module) -> Iterator[None]:
         """What runs inside begins with it, and leaves no trace in random numbers, buffers and attributes of `model`."""
         buffers = [(b, b.detach().clone()) for b in model.buffers()]
         versions = [b._version for b, _ in buffers]
-        attributes = _attributes(model)
+        attributes = attributes_of(model)
         now = torch.get_rng_state()
         try:
             if self.draws is not None:
                 torch.set_rng_state(self.draws)
-            _put_back(self.attributes)
+            put_back(self.attributes)
             with torch.no_grad():
                 for buffer, value in self.buffers:
                     buffer.copy_(value)
@@ -84,36 +74,11 @@ class Before:
                 yield
         finally:
             torch.set_rng_state(now)
-            _put_back(attributes)
+            put_back(attributes)
             with torch.no_grad():
                 for (buffer, value), version in zip(buffers, versions, strict=True):
                     buffer.copy_(value)
                     compat.set_version(buffer, version)  # the first run's backward may still read it
-
-
-def _attributes(model: nn.Module) -> list[tuple[Container, Container]]:
-    """The attributes of all modules and the plain containers in them, each with a copy."""
-    waiting: list[Container] = [vars(module) for module in model.modules()]
-    found: dict[int, tuple[Container, Container]] = {}
-    while waiting:
-        held = waiting.pop()
-        if id(held) in found:
-            continue
-        found[id(held)] = held, held.copy()
-        values = held.values() if isinstance(held, dict) else held
-        if len(held) <= LARGEST:
-            waiting += [value for value in values if type(value) in _PLAIN and len(value) <= LARGEST]
-    return list(found.values())
-
-
-def _put_back(attributes: Sequence[tuple[Container, Container]]) -> None:
-    """Have containers hold again what they held."""
-    for held, values in attributes:
-        held.clear()
-        if isinstance(held, list):
-            held.extend(values)
-        else:
-            held.update(values)
 
 
 class Rerun:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from graphopt.calls import flatten_call
 from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
+from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.sharded import mean_gradients, whole
 from graphopt.errors import ImportanceError, NoLoss, first_line
 from graphopt.loss import LossFunction, own_loss
 
@@ -47,10 +49,13 @@ def gradient_norms(
     names = ranks.same(list(names), MEASURING)
 
     def measure() -> dict[str, Tensor | None]:
+        if is_sharded(model):
+            return _of_sharded(model, args, kwargs, names, loss)
         return _gradients(model, args, kwargs, names, loss, shared)
 
     found = ranks.together(measure, MEASURING)
-    norms = dict(zip(found, map(_norm, ranks.mean(list(found.values()), MEASURING)), strict=True))
+    means = list(found.values()) if is_sharded(model) else ranks.mean(list(found.values()), MEASURING)
+    norms = dict(zip(found, map(_norm, means), strict=True))
     bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
     if bad is not None:
         raise ImportanceError(f"the gradient of {bad} is NaN or infinite.")
@@ -75,15 +80,30 @@ def _gradients(
     parameters = {n: p for n, p in own.named_parameters() if n in wanted}
     tensors = [*model.parameters(), *flatten_call(args, kwargs).tensors]
     with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
-        value = own_loss(own(*args, **kwargs), loss)
-        if value is None:
-            raise NoLoss("the model returns no loss: pass loss= to have its gradient count.")
+        value = _loss(own(*args, **kwargs), loss)
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     return dict(zip(parameters, gradients, strict=True))
+
+
+def _of_sharded(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str], loss: LossFunction | None
+) -> dict[str, Tensor | None]:
+    """The means over ranks, as DTensors; the backward is a full one."""
+    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
+    inputs = flatten_call(args, kwargs).tensors
+    with unchanged_draws([*model.parameters(), *inputs]), no_generation_cache(model), torch.enable_grad():
+        return mean_gradients(model, lambda: _loss(model(*args, **kwargs), loss), names)
+
+
+def _loss(output: Any, loss: LossFunction | None) -> Tensor:
+    value = own_loss(output, loss)
+    if value is None:
+        raise NoLoss("the model returns no loss: pass loss= to have its gradient count.")
+    return value
 
 
 def _norm(gradient: Tensor | None) -> float:
     if gradient is None:
         return 0.0
     dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
-    return float(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))
+    return float(whole(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32))))

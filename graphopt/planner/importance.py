@@ -17,7 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.sharded import mean_gradients, whole
 from graphopt.errors import ImportanceError
 from graphopt.loss import PROBED, LossFunction, scalar_loss
 
@@ -77,12 +79,14 @@ def measure_importance(
     parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
 
     def measure() -> tuple[Sequence[Tensor | None], str]:
+        if is_sharded(model):
+            return _of_sharded(model, args, kwargs, list(parameters), loss)
         with _on_copies(model, parameters.values()) as run:
             value, source = scalar_loss(run(args, kwargs), loss)
             return torch.autograd.grad(value, list(parameters.values()), allow_unused=True), source
 
     local, source = ranks.together(measure, what)
-    gradients = ranks.mean(local, what)
+    gradients = local if is_sharded(model) else ranks.mean(local, what)
     probed = source == PROBED
     if optimizer is None:
         source += ", plain SGD"
@@ -108,8 +112,23 @@ def measure_importance(
 
 def _rated(metric: Metric, update: Tensor, gradient: Tensor) -> float:
     if metric == "loss":
-        return -float((update * gradient).sum())
-    return float((update if metric == "update" else gradient).abs().sum())
+        return -float(whole((update * gradient).sum()))
+    return float(whole((update if metric == "update" else gradient).abs().sum()))
+
+
+def _of_sharded(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], loss: LossFunction | None
+) -> tuple[Sequence[Tensor | None], str]:
+    """The means over ranks, as DTensors, and what was differentiated; the backward is a full one."""
+    source = ""
+
+    def run() -> Tensor:
+        nonlocal source
+        value, source = scalar_loss(model(*args, **kwargs), loss)
+        return value
+
+    with torch.random.fork_rng(devices=_devices(model.parameters())), torch.enable_grad():
+        return list(mean_gradients(model, run, names).values()), source
 
 
 def holds(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
@@ -166,10 +185,13 @@ def _finite(value: float) -> bool:
 def _on_copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[Callable[..., Any]]:
     """A way to run the model that advances neither its buffers nor the RNG."""
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
 
     def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return torch.func.functional_call(model, buffers, args, dict(kwargs))
 
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    with torch.random.fork_rng(devices=_devices(parameters)), torch.enable_grad():
         yield run
+
+
+def _devices(parameters: Iterable[nn.Parameter]) -> list[int]:
+    return sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from graphopt.compat.fsdp import held_parameters
+
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
 
@@ -48,7 +50,12 @@ class Fallback:
         """Have tensors that are not selected lose any gradient that reaches them."""
         if self._hooks or opt is None or not opt.selects:
             return
-        for name, parameter in self.model.named_parameters():
+        parameters = dict(self.model.named_parameters())
+        forms = {id(t): (name, t) for name, t in parameters.items()}
+        for held in held_parameters(self.model):  # gathered, so that nothing is sent; sharded, where they are gathered later
+            name = next((n for n in held.names if n in parameters), held.names[0])
+            forms |= {id(t): (name, t) for t in (held.sharded, held.whole) if t is not None}
+        for name, parameter in forms.values():
             if parameter.is_leaf and parameter.requires_grad:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(DropGradient(opt, name)))
         weakref.finalize(opt, _remove, self._hooks)

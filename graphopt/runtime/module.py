@@ -16,8 +16,10 @@ from graphopt import compat
 from graphopt.analysis.flops import FlopProfile
 from graphopt.calls import flatten_call
 from graphopt.compat.dynamo import cause_of
+from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import in_common, plan_of_rank_0
 from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.sharded_traffic import Traffic
 from graphopt.distributed.wrapping import Wrapping
 from graphopt.errors import first_line
 from graphopt.frontend.recording import Recording, record
@@ -88,6 +90,7 @@ class OptimizedModule(PlannedModule):
         for name, kind in BY_NAME.items():
             if all(p.name != name for p in self._plan.passes):
                 self._keep(name, kind.stand_in(self))
+        self._keep("traffic", Traffic(self) if is_sharded(self._model) else None)
 
     def _keep(self, name: str, state: State | None) -> None:
         if state is not None:
@@ -164,7 +167,7 @@ class OptimizedModule(PlannedModule):
                 lambda: fallback.drop_unselected(me()),
                 self._captures.batch_dim,
                 self._fullgraph,
-                self._several_graphs,
+                self._several_graphs or is_sharded(self._model),
                 Supply(self._captures.uniforms, self.states),
                 self._captures.loss_alone,
             )

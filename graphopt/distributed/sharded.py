@@ -1,0 +1,96 @@
+"""Models that the user has sharded by `fully_shard` (FSDP2): what is different for them.
+
+They are planned as if their weights were whole, on fake ones. Each of their graphs then runs where torch.compile runs it, between
+the hooks that gather weights and average gradients. A tensor that is not trained gets no gradient, so that nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from graphopt.budget import Budget
+from graphopt.compat import fsdp
+from graphopt.errors import ImportanceError, InputError, NothingToPlan
+from graphopt.frontend.attributes import attributes_of, put_back
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def ranks_of(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The processes that train a model together; `group` where it is given, or where the model is not sharded.
+
+    Raises:
+        InputError: a mesh was given, too.
+    """
+    if not fsdp.is_sharded(model):
+        return group
+    if mesh is not None:
+        raise InputError(
+            "fully_shard was applied to the model, which averages its gradients: leave mesh= out, or give optimize() a model "
+            "that is not sharded."
+        )
+    return fsdp.group_of_ranks(model) if group is None else group
+
+
+def require_plannable(model: nn.Module) -> None:
+    """Raise `NothingToPlan` for a sharded model that is tensor parallel, too."""
+    name = next((held.names[0] for held in fsdp.held_parameters(model) if held.tensor_parallel), None)
+    if name is not None:
+        raise NothingToPlan(f"the model is tensor parallel ({name}), which is not planned.")
+
+
+def budget_for(model: nn.Module, budget: Budget) -> tuple[Budget, str]:
+    """What of a budget a sharded model can be held to, and what to tell of the rest."""
+    if budget.memory is None or not fsdp.is_sharded(model):
+        return budget, ""
+    return replace(budget, memory=None), "memory= limits nothing: the memory of a step with sharded weights is not predicted"
+
+
+def mean_gradients(model: nn.Module, run: Callable[[], Tensor], names: Collection[str]) -> dict[str, Tensor | None]:
+    """The gradients of a sharded model, averaged over ranks, as DTensors; None for a parameter that the loss does not depend on.
+
+    Everything is as before afterwards, `.grad`, buffers and attributes of modules, too, and no hook on a gradient is called.
+
+    Args:
+        run: runs the model, and returns the loss.
+    Raises:
+        ImportanceError: gradients gather on each rank now.
+    """
+    if not fsdp.reduces(model):
+        raise ImportanceError("set_requires_gradient_sync(False) is in force: call optimize() before it, or outside.")
+    fsdp.reshard(model)
+    held = fsdp.held_parameters(model)
+    leaves = {id(t): t for t in [*model.parameters(), *(t for h in held for t in (h.sharded, h.whole) if t is not None)]}
+    before = {number: (leaf.grad, fsdp.take_hooks_off(leaf)) for number, leaf in leaves.items()}
+    attributes = attributes_of(model)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    for leaf in leaves.values():
+        leaf.grad = None
+    try:
+        run().backward()
+        own = dict(model.named_parameters(remove_duplicate=False))
+        return {name: own[name].grad for name in names}
+    finally:
+        fsdp.reshard(model)
+        for leaf in model.parameters():  # those that were gathered here first are none of these
+            leaf.grad = None
+        for number, leaf in leaves.items():
+            leaf.grad, hooks = before[number]
+            fsdp.put_hooks_on(leaf, hooks)
+        put_back(attributes)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor's value, put together from all ranks; any other tensor as it is."""
+    full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()

@@ -1,0 +1,121 @@
+"""Models that the user has sharded by `fully_shard`, beside the same ones in eager mode."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed import work_sharded
+from tests.distributed.spawned import results
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def two(folder: str) -> list[dict[str, Any]]:
+    return results(work_sharded.two, folder)
+
+
+@pytest.fixture(scope="module")
+def three(two: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    return results(work_sharded.three, folder, size=3)
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert sorted(found) == sorted(wanted)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-13, msg=name)
+
+
+def assert_as_eager(found: dict[str, Any]) -> None:
+    """Losses, gradients, buffers, and a curve of training: as eager mode has them."""
+    assert found["untouched"]
+    assert found["calls"] == 0
+    for name in {"step", "exact"} & set(found):
+        assert found[f"{name}, report"][0] == 0
+        assert_same(found[f"{name}, buffers"], found["buffers"])
+        for (loss, wanted), (ours, some) in zip(found["eager"], found[name], strict=True):
+            assert ours == pytest.approx(loss, rel=1e-12)
+            if name == "step":
+                assert 0 < len(some) < len(wanted)
+                wanted = {name: wanted[name] for name in found["selected"]}
+            assert_same(some, wanted)
+    curve, wanted = found["curves"]
+    assert curve == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["layers", "llama"])
+def test_as_in_eager_mode_but_for_what_is_not_trained(two: list[dict[str, Any]], name: str) -> None:
+    for found in two:
+        assert_as_eager(found[name])
+        assert found[name]["selected"] == two[0][name]["selected"]
+        assert_same(found[name]["weights"], two[0][name]["weights"])
+
+
+def test_rows_that_ranks_cannot_divide(three: list[dict[str, Any]]) -> None:
+    for found in three:
+        assert_as_eager(found["frozen"])
+
+
+@pytest.mark.parametrize("name", ["layers", "llama"])
+def test_the_backward_ends_where_nothing_is_trained(two: list[dict[str, Any]], name: str) -> None:
+    for found in two:
+        executed, planned = found[name]["FLOPs"]
+        assert executed == pytest.approx(planned, abs=0.03)
+
+
+def test_the_selection_is_that_of_one_process_on_the_joint_batch(two: list[dict[str, Any]]) -> None:
+    assert two[0]["layers"]["selected"] == two[0]["one process"]
+
+
+def test_bytes_that_are_counted_are_dispatched(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        dispatched, counted = found["sent"]
+        assert dispatched == counted
+        scattered = sum(size for kind, size in counted if kind == "reduce_scatter")
+        assert 8 * sum(found["sizes"]) <= scattered <= 8 * sum(size + 15 for size in found["sizes"])  # a row is padded
+
+
+def test_gradients_that_gather_before_they_are_averaged(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        wanted = found["accumulated, eager"]
+        assert 0 < len(found["accumulated"]) < len(wanted)
+        assert_same(found["accumulated"], {name: wanted[name] for name in found["accumulated"]})
+
+
+def test_freezing_and_selecting_anew(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        wanted = found["layers"]["eager"][0][1]
+        gradients, selected = found["frozen"]
+        left = {name: wanted[name] for name in selected if not name.startswith("blocks.3.")}
+        assert 0 < len(left) < len(selected)
+        assert_same(gradients, left)
+        gradients, selected, changed, _ = found["anew"]
+        assert changed
+        assert not any(name.startswith("blocks.3.") for name in selected)
+        assert_same(gradients, {name: wanted[name] for name in selected})
+
+
+def test_what_cannot_be_had(two: list[dict[str, Any]]) -> None:
+    for found in two:
+        assert found["mesh, too"].startswith("InputError: fully_shard was applied to the model")
+        assert found["layers"]["exact, report"][1][0].startswith("memory= limits nothing")  # and all is trained
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_three(two: list[dict[str, Any]], three: list[dict[str, Any]], folder: str) -> None:
+    assert Path(folder, "plan").exists()
+    weights, states, selected = two[0]["saved"]
+    assert sorted(states) == selected
+    for found in three:
+        assert_same(found["loaded"][0], weights)
+        assert_same(found["loaded"][1], states)
+        assert found["loaded"][2] == selected
+        assert all(map(math.isfinite, found["goes on"]))
