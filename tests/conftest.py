@@ -11,6 +11,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that each import torch
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # measured times of products are not the user's
 
 import pytest
@@ -49,12 +50,21 @@ settings.register_profile("fuzz", max_examples=2000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "unhurried"))
 
 
+FIRST = ("distributed", "models", "integrations", "e2e", "tests", "passes", "frontend", "planner")
+"""Folders whose groups take long: they start first, so that no process ends long after the other."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, tests of one model of the zoo run in one process, which traces it once."""
+    """With `--dist loadgroup`, tests that share traces and fixtures run in one process: of a model of the zoo, or of a file.
+
+    Those that start several ranks are one group, so that there is never more than one set of ranks.
+    """
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if parameters.get("name") in zoo.FACTORIES:
-            item.add_marker(pytest.mark.xdist_group(parameters["name"]))
+        model, folder = parameters.get("name"), item.path.parent.name
+        group = model if model in zoo.FACTORIES else folder if folder == "distributed" else f"{folder}.{item.path.stem}"
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
 
 
 def pytest_collection_finish() -> None:

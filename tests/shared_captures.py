@@ -110,14 +110,13 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         if not isinstance(value, Tensor):
             return None
-        if compat.fake_mode_of([value]) is not None or value.is_meta:
-            raise pickle.PicklingError("a tensor of another trace")
-        place = self._storages.setdefault(value.untyped_storage().data_ptr(), len(self._storages))
+        fake = compat.fake_mode_of([value]) is not None
+        place = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
         same = self._tensors.setdefault(id(value), len(self._tensors))
         described = (
             type(value).__name__, same, place, value.storage_offset(), tuple(value.shape), tuple(value.stride()),
-            str(value.dtype), str(value.device), value.requires_grad,
+            str(value.dtype), str(value.device), value.requires_grad, fake,
         )  # fmt: skip
-        if isinstance(value, nn.Parameter) or id(value) in self._inputs:
+        if isinstance(value, nn.Parameter) or id(value) in self._inputs or fake:  # which has no values
             return described
         return (*described, value.tolist())

@@ -231,6 +231,7 @@ def test_stages_are_told_with_their_time_unless_quiet(monkeypatch, capsys, tmp_p
 
 
 def test_fit_has_an_exit_code_and_says_what_to_change(monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
     arguments = ("fit", str(config), "--length", "8", "--backend", "aot_eager", "--quiet")
     code, out, err = run(monkeypatch, capsys, *arguments, "--gpu", "rtx4090")
     assert (code, err) == (0, "")

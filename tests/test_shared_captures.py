@@ -77,6 +77,16 @@ def test_one_tensor_and_two_on_one_storage_differ() -> None:
     assert traces(models) == 2
 
 
+@pytest.mark.parametrize(("change", "count"), [(None, 1), (frozen, 2), (tied, 2)])
+def test_models_without_memory_are_compared_as_others_are(change: Callable[[nn.Module], None] | None, count: int) -> None:
+    with torch.device("meta"):
+        models = [zoo.make("mlp") for _ in range(2)]
+        if change is not None:
+            change(models[1][0])
+    assert traces(models) == count
+    assert traces([models[0], zoo.make("mlp")]) == 2
+
+
 OFFSET = [0.0]
 """Data of the module, which a test's model reads."""
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.forked import FORKED
 
 SECONDS = 120
 
@@ -22,28 +24,26 @@ SECONDS = 120
 def on_ranks(work: Callable[..., Any], *args: Any, size: int = 2, seconds: float = SECONDS, timeout: float = 60) -> list[Any]:
     """What `work(rank, *args)` returns in each of `size` processes of a gloo group, or the text of the error that it ended with.
 
+    None for a process that was killed.
+
     Args:
         work: a function at the top of a module.
         timeout: of the group, in seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        (place / "work").write_bytes(pickle.dumps((work.__module__, work.__name__, args, timeout)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.distributed.spawned", folder, str(size)]
-        running = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(size)]
+        pipes = [FORKED.Pipe(duplex=False) for _ in range(size)]
+        group = str(Path(folder) / "store"), size, timeout
+        running = [FORKED.Process(target=_run, args=(pipes[rank][1], group, rank, work, args)) for rank in range(size)]
         try:
             for process in running:
-                process.wait(seconds)
+                process.start()
+            for _, theirs in pipes:
+                theirs.close()
+            end = time.monotonic() + seconds
+            return [_received(ours, end) for ours, _ in pipes]
         finally:
             for process in running:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-        found = []
-        for rank in range(size):
-            result = place / f"result {rank}"
-            found.append(pickle.loads(result.read_bytes()) if result.exists() else None)
-        return found
+                process.kill()
 
 
 def results(work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -55,24 +55,24 @@ def results(work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     return found
 
 
-def _main(folder: str, size: int, rank: int) -> None:
-    import importlib
-    import traceback
+def _received(ours: Connection, end: float) -> Any:
+    if not ours.poll(max(end - time.monotonic(), 0)):
+        raise TimeoutError("a rank takes too long")
+    try:
+        return pickle.loads(ours.recv_bytes())
+    except EOFError:
+        return None
 
+
+def _run(theirs: Connection, group: tuple[str, int, float], rank: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    place = Path(folder)
-    module, name, args, timeout = pickle.loads((place / "work").read_bytes())
-    store = dist.FileStore(str(place / "store"), size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    place, size, timeout = group
+    store = dist.FileStore(place, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))
     try:
-        value = getattr(importlib.import_module(module), name)(rank, *args)
+        value = work(rank, *args)
     except Exception:  # handed to the test, which fails with it: see `results`
         value = traceback.format_exc()
-    beside = place / f"part {rank}"
-    beside.write_bytes(pickle.dumps(value))
-    beside.rename(place / f"result {rank}")
+    theirs.send_bytes(pickle.dumps(value))
     os._exit(0)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,13 @@ from graphopt.passes import Vcas
 import graphopt
 from graphopt.integrations.trainer import STATE_FILE
 from graphopt.runtime import state_file
+from tests.forked import ended
 from tests.integrations.trainer_runs import (
     RUNS,
     callback,
     classifier,
     history,
+    killed,
     points,
     same,
     trainer,
@@ -34,8 +34,7 @@ def test_a_run_that_is_killed_and_resumed_ends_with_the_same_weights(name: str, 
     whole = RUNS[name](tmp_path / "whole", [callback(0.7, passes=MEASURED)])
     whole.train()
     folder = tmp_path / "killed"
-    program = [sys.executable, "-m", "tests.integrations.trainer_runs", name, str(folder)]
-    assert subprocess.run(program, capture_output=True).returncode == -signal.SIGKILL
+    assert ended(killed, name, folder) == -signal.SIGKILL
     assert sorted(path.parent.name for path in folder.glob(f"*/{STATE_FILE}")) == ["checkpoint-3", "checkpoint-6"]
     ours = callback(0.7, passes=MEASURED)
     resumed = RUNS[name](folder, [ours])

@@ -1,10 +1,9 @@
-"""Tiny models and data for `transformers.Trainer`, and a run of it; as a program, one that is killed in the middle."""
+"""Tiny models and data for `transformers.Trainer`, and runs of it, among them one that is killed in the middle."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -179,5 +178,6 @@ def history(run: transformers.Trainer, key: str) -> list[float]:
     return [entry[key] for entry in run.state.log_history if key in entry]
 
 
-if __name__ == "__main__":
-    RUNS[sys.argv[1]](Path(sys.argv[2]), [callback(0.7, passes=MEASURED), KilledAt(7)]).train()
+def killed(name: str, folder: Path) -> None:
+    """In a process of its own."""
+    RUNS[name](folder, [callback(0.7, passes=MEASURED), KilledAt(7)]).train()

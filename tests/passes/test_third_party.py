@@ -10,8 +10,6 @@ import copy
 import math
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +34,7 @@ from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.testing import check_pass, check_passes
 from graphopt.transforms.edit import insert_node
 from tests import zoo
+from tests.forked import ended
 from tests.properties.random_models import Network, networks
 from tests.runtime.comparing import same
 from tests.runtime.uneven import batches
@@ -335,9 +334,7 @@ def program(folder: Path) -> None:
 
 
 def test_killed_it_goes_on_to_the_bit(tmp_path: Path) -> None:
-    code = f"from pathlib import Path; from tests.passes.test_third_party import program; program(Path({str(tmp_path)!r}))"
-    killed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert ended(program, tmp_path) == -signal.SIGKILL
     model, opt, optimizer = made()
     model.load_state_dict(torch.load(tmp_path / "weights"))
     opt.load_state(tmp_path / "state", optimizer)
