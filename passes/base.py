@@ -6,7 +6,7 @@ took. It never sees the caller's graph: `run_pass` gives it a clone, verifies th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -152,12 +152,3 @@ def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[Train
         saved_bytes(rewritten),
     )
     return rewritten, report
-
-
-def describe(reports: Iterable[PassReport]) -> str:
-    """One line per pass, for people."""
-    return "\n".join(
-        f"{r.name}: {len(r.changes.changed)} sites changed, {r.changes.nodes_removed} nodes removed, "
-        f"{r.step_flops_before:,} -> {r.step_flops_after:,} FLOPs, gradients {r.preserves.value}"
-        for r in reports
-    )

@@ -116,11 +116,6 @@ class FlopProfile:
             for r in self.rows
         )
 
-    @cached_property
-    def unattributed(self) -> int:
-        """Backward FLOPs before the first parameter, such as those of a loss that multiplies matrices."""
-        return self.backward - sum(t.weight_grad_flops + t.input_grad_flops for t in self.tensors)
-
     def cost(self, selection: Iterable[str]) -> int:
         """Exact backward FLOPs when only the gradients of `selection` are outputs.
 

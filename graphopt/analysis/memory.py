@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import sympy
 
-from graphopt.analysis.llmem_search import largest_batch
+from graphopt.analysis.layouts import largest_batch
 from graphopt.budget import parse_bytes
 from graphopt.errors import InputError
 from graphopt.graph import BATCH

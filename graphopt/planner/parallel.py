@@ -18,8 +18,7 @@ from functools import partial
 import numpy as np
 
 from graphopt.analysis.allocator import CONTEXT_BYTES
-from graphopt.analysis.llmem import Layout, Method
-from graphopt.analysis.llmem_search import Candidate, best_candidate, largest_batch, layouts
+from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
 from graphopt.analysis.memory import Block, MemoryProfile
 from graphopt.budget import parse_bytes
 from graphopt.errors import InputError

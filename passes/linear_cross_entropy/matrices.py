@@ -23,7 +23,7 @@ from graphopt.transforms.edit import ORIGIN, insert_node
 aten = torch.ops.aten
 
 NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
-NONE, MEAN, SUM = 0, 1, 2
+NONE, MEAN = 0, 1
 """Of `nll_loss_forward`: its `reduction`."""
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})

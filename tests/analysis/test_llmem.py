@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from graphopt.analysis.llmem import (
+from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
+from graphopt.errors import InputError
+from tests.analysis.llmem import (
     PAGE_BYTES,
     Counting,
-    Layout,
-    Method,
     PeakMemory,
     base_bytes,
+    choose_strategy,
     gather_bytes,
     optimizer_bytes,
     parameter_bytes,
@@ -26,9 +27,7 @@ from graphopt.analysis.llmem import (
     round_to_pages,
     state_bytes,
 )
-from graphopt.analysis.llmem_search import Candidate, best_candidate, choose_strategy, largest_batch, layouts
-from graphopt.analysis.llmem_shape import ModelShape, read_shape
-from graphopt.errors import InputError
+from tests.analysis.llmem_shape import ModelShape, read_shape
 
 MIB = 2**20
 CAPACITY = 16384 * MIB  # Tesla V100

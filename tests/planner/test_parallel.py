@@ -7,7 +7,7 @@ from hypothesis import given, settings, strategies as st
 
 import graphopt
 from graphopt import BudgetError, InputError
-from graphopt.analysis.llmem import Layout, Method
+from graphopt.analysis.layouts import Layout, Method
 from graphopt.planner.parallel import SEGMENT_SLACK, plan_devices, shard_units, strategy_bytes
 from tests import zoo
 

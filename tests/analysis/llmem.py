@@ -6,10 +6,12 @@ gradients reuse. One formula serves the four methods, with n devices of which t 
     peak = base + fp16 parameters / t + (fp32 parameters + optimizer states) / n + outputs + head + gather(t)
 
 CDP is the formula of a single device, ADP (ZeRO-3) is t = 1, TP is t = n, and DP+TP lies between. All sizes are bytes. The
-working set of the layer that is being recomputed is not part of it. `llmem_shape` reads a model's sizes off its modules, and
-`llmem_search` chooses among the methods.
+working set of the layer that is being recomputed is not part of it. `llmem_shape` reads a model's sizes off its modules.
 
-Source: LLMem, sections 4 and 5; `Counting.CODE` counts like its reference implementation.
+`choose_strategy` is Algorithm 1, with differences towards the paper's own text: offloading is chosen when every score is 0 (line
+23 looks at TP alone), batches are found by doubling and bisection, and DP+TP may try every division of the devices.
+
+Source: LLMem, sections 4 to 6; `Counting.CODE` counts like its reference implementation.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from graphopt.analysis.llmem_shape import HALF_BYTES, SINGLE_BYTES, ModelShape, divide_up
+from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
 from graphopt.errors import InputError
+from tests.analysis.llmem_shape import HALF_BYTES, SINGLE_BYTES, ModelShape, divide_up
 
 PAGE_BYTES = 2 * 1024**2  # cu_p, a page of CUDA memory
 TOKEN_BYTES = 8  # an input id
@@ -34,49 +37,6 @@ class Counting(Enum):
 
     PAPER = "paper"
     CODE = "code"
-
-
-class Method(Enum):
-    """How fine-tuning is distributed, in the paper's order of preference."""
-
-    CDP = "conventional data parallelism"
-    ADP = "advanced data parallelism (ZeRO-3)"
-    TP = "tensor parallelism"
-    DP_TP = "data and tensor parallelism"
-    OFFLOAD = "CPU offloading"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way to use the devices.
-
-    Attributes:
-        method: any but OFFLOAD, which has no closed form.
-        devices: gpu_n.
-        tensor_parallel: tp_n, devices that share each matrix: 1 for CDP and ADP, all of them for TP.
-    Raises:
-        InputError: no devices, or a tensor-parallel size that does not divide them or that the method does not have.
-    """
-
-    method: Method
-    devices: int = 1
-    tensor_parallel: int = 1
-
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise InputError(f"devices={self.devices}: at least 1 device is needed.")
-        if self.tensor_parallel < 1 or self.devices % self.tensor_parallel:
-            raise InputError(f"tensor_parallel={self.tensor_parallel} does not divide devices={self.devices}.")
-        if self.method is Method.OFFLOAD:
-            raise InputError("CPU offloading has no closed form: choose a layout of CDP, ADP, TP or DP_TP.")
-        required = {Method.CDP: 1, Method.ADP: 1, Method.TP: self.devices}.get(self.method, self.tensor_parallel)
-        if self.tensor_parallel != required:
-            raise InputError(f"{self.method.name} on devices={self.devices} needs tensor_parallel={required}.")
-
-    @property
-    def data_parallel(self) -> int:
-        """dp_n: groups of devices that see different samples."""
-        return self.devices // self.tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -221,3 +181,62 @@ def peak_memory(
         head_bytes=head_bytes(shape, batch, sequence),
         gather_bytes=gather_bytes(shape, batch, sequence, layout.tensor_parallel, counting),
     )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What Algorithm 1 chose, and what it chose from.
+
+    Attributes:
+        method: of the best candidate, OFFLOAD if nothing fits.
+        layout: of the best candidate, None if nothing fits.
+        batch: of the best candidate, 0 if nothing fits.
+        candidates: every layout that was tried.
+    """
+
+    method: Method
+    layout: Layout | None
+    batch: int
+    candidates: tuple[Candidate, ...]
+
+
+def choose_strategy(
+    shape: ModelShape,
+    devices: int,
+    sequence: int,
+    capacity_bytes: int,
+    context_bytes: int,
+    *,
+    tensor_parallel: int | None = None,
+    counting: Counting = Counting.CODE,
+    published_hybrid: bool = False,
+) -> Decision:
+    """The method with the highest score, each with the largest batch whose peak is within the capacity.
+
+    Args:
+        shape: of the model, from `read_shape` or by hand.
+        devices: gpu_n.
+        sequence: sl, tokens per sample.
+        capacity_bytes: m_total of one device.
+        context_bytes: CUDA context of one device; `shape.loaded_bytes` comes on top, divided by the tensor-parallel size.
+        tensor_parallel: devices that share each matrix in DP+TP; None tries every proper divisor of `devices`.
+        counting: the paper's bookkeeping or its implementation's.
+        published_hybrid: the paper's formula for DP+TP instead of the right one.
+    Raises:
+        InputError: no devices, a tensor-parallel size that does not divide them, or no tokens.
+    """
+
+    def largest(layout: Layout) -> int:
+        base = base_bytes(shape, context_bytes, layout.tensor_parallel)
+
+        def fits(batch: int) -> bool:
+            peak = peak_memory(shape, layout, batch, sequence, base, counting, published_hybrid=published_hybrid)
+            return peak.total_bytes <= capacity_bytes
+
+        return largest_batch(fits)
+
+    candidates = tuple(Candidate(layout, largest(layout)) for layout in layouts(devices, tensor_parallel))
+    best = best_candidate(candidates)
+    if best is None:
+        return Decision(Method.OFFLOAD, None, 0, candidates)
+    return Decision(best.layout.method, best.layout, best.batch, candidates)
