@@ -130,7 +130,7 @@ def test_rows_are_left_out_at_every_batch_size_and_length(backend: str) -> None:
     opt = graphopt.optimize(model, inputs, passes=[Vcas(keep_rows=0.5)], backend=backend)
     parts = []
     with warnings_of() as texts:
-        for size in (8, 5, 6, 8, 5):
+        for size in (8, 5, 8, 5):
             batch = zoo.rows(inputs, size)
             zoo.call(opt, batch).loss.backward()
             assert opt.last_step is not None
@@ -138,8 +138,8 @@ def test_rows_are_left_out_at_every_batch_size_and_length(backend: str) -> None:
             assert not any(hasattr(t, "_dynamo_weak_dynamic_indices") for t in batch.values())
     assert texts == []
     assert max(parts) < 0.9
-    assert (parts[0], parts[1]) == (parts[3], parts[4])
-    assert opt.counters.compilations <= 4  # one for each size, and once more for what the first forward writes to its config
+    assert parts[:2] == parts[2:]
+    assert opt.counters.compilations <= 3  # one for each size, and once more for what the first forward writes to its config
 
 
 def test_a_batch_of_one_is_not_sampled_and_says_so() -> None:

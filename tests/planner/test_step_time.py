@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor, nn
 
 import graphopt
@@ -75,6 +75,7 @@ def test_no_step_is_faster_than_its_products(name: str) -> None:
     assert flop_profile(graph).step / 1e9 < fused < unfused
 
 
+@settings(max_examples=20)
 @given(st.integers(2, 64), st.integers(2, 64))
 def test_more_rows_take_longer(rows: int, more: int) -> None:
     graph = zoo.captured("mlp")
