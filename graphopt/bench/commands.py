@@ -196,6 +196,21 @@ def bench_selection(
     _measure(lambda console: selection.run(settings, out, jobs, console), selection.show, None, as_json)
 
 
+@bench_app.command("trials")
+def bench_trials(
+    task: Annotated[str, typer.Option(help="One of those of `graphopt bench selection`.")] = "digits",
+    flops: Annotated[float, typer.Option(help="Fraction of full training's FLOPs.")] = 0.5,
+    rate: Annotated[float, typer.Option(min=0.0, help="Learning rate of the trials.")] = 0.004,
+    folder: Annotated[Path, typer.Option(help="Where `graphopt bench selection` keeps its runs.")] = Path("out/bench_selection"),
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether a few steps tell which of the sets that `graphopt bench selection` has trained is the best."""
+    from graphopt.bench import trials
+
+    _measure(lambda console: trials.run(task, flops, rate, folder, console), trials.show, out, as_json)
+
+
 @bench_app.command("breadth")
 def bench_breadth(
     cases: Cases = "", jobs: Jobs = 1, timeout: Timeout = 300, out: Folder = Path("out/bench_breadth"), as_json: AsJson = False
