@@ -10,7 +10,7 @@ Where the inputs differ from those of pre-training, one must reach the first lay
 
     value = (output layer: 10, else 1) x (vector: 0.35, matrix: 1) + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
-where the second term counts 10 at most. The power leaves ordinary tensors nearly alike, so that the first term decides between
+where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves ordinary tensors nearly alike, so that the first term decides between
 them, and the second where that makes no difference. It is a rule of thumb, and not the best on every task.
 """
 
@@ -34,12 +34,14 @@ class Weighting:
     Attributes:
         vector: value of a bias or of a norm's weight; a matrix has 1.
         output: how many times its value the output layer has.
-        steep: how many times the median matrix's a gradient is that adds a matrix's value; at most it adds `output` of them.
+        steep: how many times the median matrix's a gradient is that adds a matrix's value.
+        most: how many times that value it adds at most: of untrained models a few gradients are thousands of times the median.
     """
 
     vector: float = 0.35
     output: float = 10.0
     steep: float = 6.0
+    most: float = 20.0
 
 
 def capacity(
@@ -64,7 +66,7 @@ def capacity(
     source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}"
     ordinary = [n for name, n in (norms or {}).items() if n > 0 and name not in last and not is_vector(shapes[name])]
     if norms and ordinary:
-        unit, most = by.steep * statistics.median(ordinary), by.output ** (1 / 6)
+        unit, most = by.steep * statistics.median(ordinary), by.most ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
     largest = max(values.values(), default=1.0) or 1.0

@@ -89,21 +89,28 @@ def test_weights_need_not_exist() -> None:
     assert rated(model.to("meta"), {name: tensor.to("meta") for name, tensor in inputs.items()}) == real
 
 
-def with_norms(norms: dict[str, float], output: float = 10.0) -> dict[str, float]:
+def with_norms(norms: dict[str, float], output: float = 10.0, steep: float = 2.0) -> dict[str, float]:
     """Values of the perceptron's tensors, with no regard to kind, where a gradient twice the median adds a matrix's value."""
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=2.0), norms).values
+    return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=steep), norms).values
 
 
 def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
     norms = {"first.weight": 3.0, "second.weight": 1.0, "first.bias": 5.0, "third.weight": 1e6}  # the output's is no measure
-    expected = {"first.weight": 1 + 0.75**6, "second.weight": 1 + 0.25**6, "first.bias": 1 + 1.25**6, "third.weight": 10 + 10}
+    expected = {"first.weight": 1 + 0.75**6, "second.weight": 1 + 0.25**6, "first.bias": 1 + 1.25**6, "third.weight": 10 + 20}
     values = with_norms(norms)
     assert {n: values[n] / values["second.bias"] for n in expected} == pytest.approx(expected)
     assert with_norms({n: 1e-6 * norm for n, norm in norms.items()}) == pytest.approx(values)
-    assert with_norms({**norms, "first.bias": 1e200}) == pytest.approx({**values, "first.bias": 11 * values["second.bias"]})
+    assert with_norms({**norms, "first.bias": 1e200}) == pytest.approx({**values, "first.bias": 21 * values["second.bias"]})
+
+
+def test_two_tensors_far_steeper_than_all_others_outweigh_many_matrices() -> None:
+    matrices, by = 22, Weighting()
+    values = with_norms({"first.weight": 1.0, "second.weight": 1.0, "first.bias": 10.6, "second.bias": 7.7}, steep=by.steep)
+    steep = values["first.bias"] + values["second.bias"]
+    assert steep > matrices * values["first.weight"]
 
 
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
