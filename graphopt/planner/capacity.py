@@ -10,8 +10,9 @@ Where the inputs differ from those of pre-training, one must reach the first lay
 
     value = (output layer: 10, else 1) x (vector: 0.35, matrix: 1) + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
-where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves ordinary tensors nearly alike, so that the first term decides between
-them, and the second where that makes no difference. It is a rule of thumb, and not the best on every task.
+where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
+ordinary tensors nearly alike, so that the first term decides between them, and the second where that makes no difference. It is
+a rule of thumb, and not the best on every task.
 """
 
 from __future__ import annotations
