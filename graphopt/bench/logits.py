@@ -2,11 +2,13 @@
 
 The model has the shape of SmolLM2-135M (hidden size 576, vocabulary 49,152, tied embeddings) and random weights; what a step
 allocates and how long it takes depends on shapes alone. A step is forward and backward of the model's own loss; it returns its
-logits, as Hugging Face's models do. All variants run in one process, in turn; medians are reported.
+logits, as Hugging Face's models do. All variants run in one process, in turn; medians are reported. Where it is installed, the
+package cut_cross_entropy (Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", ICLR 2025) is among them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,7 @@ from graphopt.bench.timing import WARMUP, medians, this_device
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.passes import LinearCrossEntropy
 
+CUT = "torch.compile, cut_cross_entropy"
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, FEED_FORWARD = 49_152, 576, 9, 3, 1_536
 
 
@@ -69,6 +72,25 @@ class LossAlone(nn.Module):
         return loss
 
 
+class CutLoss(nn.Module):
+    """The model's loss by the package cut_cross_entropy; on a CPU in the form without its Triton kernels."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        whole: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.decoder, self.head = whole.get_decoder(), whole.get_output_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        from cut_cross_entropy import linear_cross_entropy
+
+        hidden = self.decoder(input_ids=input_ids).last_hidden_state
+        kind = "cce" if hidden.is_cuda else "torch_compile"
+        loss: torch.Tensor = linear_cross_entropy(hidden, self.head.weight, labels, shift=True, impl=kind)
+        return loss
+
+
 def run(
     layers: int, tokens: int, samples: int, chunks: int | None, labelled: float, lora: bool, repeats: int, console: Console
 ) -> dict[str, Any]:
@@ -96,6 +118,9 @@ def run(
         "graphopt, outputs='loss'": lambda model: graphopt.optimize(model, inputs, passes=passes, outputs="loss"),
     }
     variants = [("logits too", kind) for kind in makers] + [("the loss alone", kind) for kind in list(makers)[:3]]
+    if importlib.util.find_spec("cut_cross_entropy"):
+        makers[CUT] = lambda model: torch.compile(CutLoss(model.model))
+        variants.append(("the loss alone", CUT))
     with Progress(console=console) as bar:
         task = bar.add_task("compiling", total=len(variants) + WARMUP + repeats)
         steps: dict[str, Callable[[], object]] = {}
