@@ -2,6 +2,7 @@
 
 * mesh: `optimize(mesh=...)`; the gradients that are left are averaged in the compiled backward.
 * ddp: `DistributedDataParallel` around the optimised model, which sends all gradients.
+* fsdp: `fully_shard` on every layer and on the model, before it is optimised; weights and optimizer state are divided.
 
 Every rank has its part of the joint batch. With `--check` rank 0 then trains by itself on the joint batches, and the largest
 difference between the two loss curves is printed. There is no dropout, which ranks would draw differently.
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
@@ -68,7 +70,7 @@ def counted(ddp: DistributedDataParallel) -> list[int]:
 def main(argv: list[str] | None = None) -> float | None:
     """Train, and print what was sent; returns the difference of the curves with `--check`, on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", choices=["mesh", "ddp"], default="mesh")
+    parser.add_argument("--strategy", choices=["mesh", "ddp", "fsdp"], default="mesh")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--budget", type=float, default=0.5, help="fraction of full training's FLOPs")
     parser.add_argument("--batch", type=int, default=32, help="definitions of all ranks together")
@@ -88,10 +90,15 @@ def main(argv: list[str] | None = None) -> float | None:
         return {name: tensor.chunk(size)[rank] for name, tensor in batch.items()}
 
     model = without_dropout(len(labels))
-    mesh = init_device_mesh("cpu", (size,)) if args.strategy == "mesh" else None
+    everything = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    mesh = init_device_mesh("cpu", (size,))
+    if args.strategy == "fsdp":
+        for layer in model.bert.encoder.layer:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     options: dict[str, Any] = {"budget": args.budget, "backend": args.backend}
-    opt = graphopt.optimize(model, own(first), mesh=mesh, **options)
-    if mesh is None:
+    opt = graphopt.optimize(model, own(first), mesh=mesh if args.strategy == "mesh" else None, **options)
+    if args.strategy == "ddp":
         ddp = DistributedDataParallel(opt, find_unused_parameters=True)
         sent = counted(ddp)
         losses = trained(args, model, ddp, own, data)
@@ -106,8 +113,7 @@ def main(argv: list[str] | None = None) -> float | None:
     if rank:
         dist.barrier()
         return None
-    everything = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    print(f"{args.strategy}: {moved / 1e6:.1f} MB are all-reduced per step and rank; all gradients are {everything / 1e6:.1f} MB")
+    print(f"{args.strategy}: {moved / 1e6:.1f} MB are sent per step and rank; all gradients are {everything / 1e6:.1f} MB")
     print(f"loss {curve[0]:.4f} -> {curve[-1]:.4f}, {len(opt.selected)} tensors trained")
     difference = None
     if args.check:
