@@ -78,7 +78,7 @@ class CutLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        whole: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        whole: Any = getattr(model, "get_base_model", lambda: model)()
         self.decoder, self.head = whole.get_decoder(), whole.get_output_embeddings()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def run(
     }
     variants = [("logits too", kind) for kind in makers] + [("the loss alone", kind) for kind in list(makers)[:3]]
     if importlib.util.find_spec("cut_cross_entropy"):
-        makers[CUT] = lambda model: torch.compile(CutLoss(model.model))
+        makers[CUT] = lambda model: torch.compile(CutLoss(model.get_submodule("model")))
         variants.append(("the loss alone", CUT))
     with Progress(console=console) as bar:
         task = bar.add_task("compiling", total=len(variants) + WARMUP + repeats)
