@@ -72,9 +72,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
         def run(*values: Any) -> Any:
             outputs = module(*values)
-            region = region_of(
-                placeholders, values, tensor_names(running)
-            )  # Dynamo runs one graph for all layers that look alike
+            # Dynamo runs one graph for all layers that look alike, and sharded weights are other tensors once they are gathered.
+            region = region_of(placeholders, values, tensor_names(running))
             graph = None
             if traced is not None:
                 graph = training_graph(region, graph_module(traced[0], copied(traced[0].graph)), traced[1])
