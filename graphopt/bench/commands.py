@@ -50,6 +50,9 @@ def bench_logits(
     trainer: Annotated[
         bool, typer.Option("--trainer", help="SmolLM2-135M with its weights on real text, in the Trainer (make llm).")
     ] = False,
+    memory: Annotated[
+        float | None, typer.Option(min=0.01, max=1.0, help="With --trainer: limit a step to this part of torch.compile's bytes.")
+    ] = None,
     repeats: Repeats = 5,
     out: Out = None,
     as_json: AsJson = False,
@@ -58,7 +61,7 @@ def bench_logits(
     from graphopt.bench import logits, logits_trainer
 
     if trainer:
-        chosen = (tokens, samples, labelled, lora, repeats)
+        chosen = (tokens, samples, labelled, lora, memory, repeats)
         _measure(lambda console: logits_trainer.run(*chosen, console), logits_trainer.show, out, as_json)
         return
     settings = (layers, tokens, samples, chunks, labelled, lora, repeats)

@@ -3,6 +3,9 @@
 One Trainer compiles its model with `torch_compile=True`, the other has a `TrainerCallback`. Neither the model nor the Trainer is
 changed. One trains after the other: accelerate keeps one state per process, so that two Trainers cannot take turns step by step.
 So CPU seconds (of all threads of the process) are reported beside seconds: other work on the machine disturbs them less.
+
+With `memory` the second Trainer's steps are limited to a part of the bytes that the first one's allocate. Only passes that keep
+every gradient may serve the limit, so that both train alike.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ WARMUP = 3
 """Steps of each Trainer that do not count: the first compile, and the next may compile what the optimizer changed."""
 
 SIDES = ("torch.compile", "graphopt")
+
+EXACT = ("dead_rows", "linear_cross_entropy", "runlora", "recompute")
+"""Passes that keep every gradient."""
 
 
 class Measured(transformers.TrainerCallback):
@@ -70,8 +76,10 @@ class Measured(transformers.TrainerCallback):
             self.losses.append(float(logs["loss"]))
 
 
-def run(tokens: int, samples: int, labelled: float, lora: bool, repeats: int, console: Console) -> dict[str, Any]:
-    """Measure both sides; arguments as `graphopt.bench.logits.run`."""
+def run(
+    tokens: int, samples: int, labelled: float, lora: bool, memory: float | None, repeats: int, console: Console
+) -> dict[str, Any]:
+    """Measure both sides; arguments as `graphopt.bench.logits.run`, and `memory` as the module says."""
     device, name = this_device()
     steps = WARMUP + repeats + 1
     columns = packed(samples * steps, tokens // samples, labelled)
@@ -79,11 +87,13 @@ def run(tokens: int, samples: int, labelled: float, lora: bool, repeats: int, co
         task = bar.add_task("training", total=len(SIDES) * steps)
         measured = {side: Measured(device, lambda: bar.advance(task)) for side in SIDES}
         for side in SIDES:
-            trainer = _trainer(side, _model(lora), columns, samples, steps, folder)
-            trainer.add_callback(measured[side])
-            trainer.train()
+            model = _model(lora)
+            callbacks: list[transformers.TrainerCallback] = [measured[side]]
+            if side == "graphopt":
+                callbacks.append(_ours(model, None if memory is None else int(memory * measured["torch.compile"].peak_bytes)))
+            _trainer(side, model, columns, samples, steps, folder, callbacks).train()
     rows = [_row(side, found, measured["torch.compile"]) for side, found in measured.items()]
-    settings = {"tokens": tokens, "samples": samples, "labelled": labelled, "lora": lora, "repeats": repeats}
+    settings = {"tokens": tokens, "samples": samples, "labelled": labelled, "lora": lora, "memory": memory, "repeats": repeats}
     return {"torch": torch.__version__, "device": name, **settings, "rows": rows}
 
 
@@ -91,16 +101,24 @@ def _model(lora: bool) -> nn.Module:
     return with_adapters(pretrained_smollm2()) if lora else pretrained_smollm2()
 
 
+def _ours(model: nn.Module, step_bytes: int | None) -> graphopt.TrainerCallback:
+    if step_bytes is None:
+        return graphopt.TrainerCallback()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    states = sum(2 * parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return graphopt.TrainerCallback(graphopt.Budget(memory=weights + states + step_bytes), passes=EXACT)
+
+
 def _trainer(
-    side: str, model: nn.Module, columns: dict[str, Tensor], samples: int, steps: int, folder: str
-) -> transformers.Trainer:
+    side: str, model: nn.Module, columns: dict[str, Tensor], samples: int, steps: int, folder: str,
+    callbacks: list[transformers.TrainerCallback],
+) -> transformers.Trainer:  # fmt: skip
     arguments = transformers.TrainingArguments(
         folder, per_device_train_batch_size=samples, max_steps=steps, learning_rate=1e-5, lr_scheduler_type="constant",
         logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=0, torch_compile=side == "torch.compile",
         dataloader_pin_memory=False,
     )  # fmt: skip
     rows = [{key: column[row] for key, column in columns.items()} for row in range(len(columns["labels"]))]
-    callbacks = [graphopt.TrainerCallback()] if side == "graphopt" else []
     trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer

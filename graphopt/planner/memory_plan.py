@@ -251,7 +251,7 @@ def planned(
 
 
 def _predicted(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
-    return limit.peak_of(plan.rewrite(graph)[0], graph.batch_size)
+    return limit.peak_once(graph, plan.key, lambda: plan.rewrite(graph)[0], graph.batch_size)
 
 
 def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> bool:

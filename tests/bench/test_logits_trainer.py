@@ -22,17 +22,19 @@ def test_weights_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.long
-def test_both_sides_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("memory", [None, 0.9])
+def test_both_sides_train_alike(monkeypatch: pytest.MonkeyPatch, memory: float | None) -> None:
     def packed(samples: int, length: int, labelled: float) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 50, (samples, length), generator=torch.Generator().manual_seed(0))
         return {"input_ids": ids, "labels": ids.clone()}
 
     monkeypatch.setattr(logits_trainer, "_model", lambda lora: llama())
     monkeypatch.setattr(logits_trainer, "packed", packed)
-    compiled, ours = logits_trainer.run(32, 2, 1.0, False, 5, Console(quiet=True))["rows"]
+    compiled, ours = logits_trainer.run(32, 2, 1.0, False, memory, 5, Console(quiet=True))["rows"]
     assert ours["losses"] == pytest.approx(compiled["losses"], rel=1e-4)
     assert min(compiled["step_bytes"], ours["step_bytes"], compiled["cpu_seconds"], ours["cpu_seconds"]) > 0
     assert compiled["bytes_ratio"] == compiled["time_ratio"] == 1.0
+    assert memory is None or ours["bytes_ratio"] <= memory
 
 
 def test_the_largest_batches_of_a_shape_with_few_layers() -> None:
