@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes that each import torch
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # a collection for each compiled frame
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # measured times of products are not the user's
 
 import pytest
