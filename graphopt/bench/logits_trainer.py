@@ -119,7 +119,7 @@ def _trainer(
         dataloader_pin_memory=False,
     )  # fmt: skip
     rows = [{key: column[row] for key, column in columns.items()} for row in range(len(columns["labels"]))]
-    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)  # type: ignore[arg-type]
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
