@@ -109,6 +109,7 @@ def test_report_writes_a_page_that_says_what_fits(monkeypatch, capsys, tmp_path)
         ["nonsense"],
         ["bench", "greentrainer", "--models", "nonsense"],
         ["bench", "budget", "--variants", "nonsense"],
+        ["bench", "logits", "--memory", "0.5"],
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(monkeypatch, capsys, arguments) -> None:  # type: ignore[no-untyped-def]

@@ -60,6 +60,8 @@ def bench_logits(
     """A language model's logits in chunks of tokens, against eager and torch.compile: bytes that a step allocates, and time."""
     from graphopt.bench import logits, logits_trainer
 
+    if memory is not None and not trainer:
+        raise typer.BadParameter("it limits the Trainer's step, so it needs --trainer.", param_hint="'--memory'")
     if trainer:
         chosen = (tokens, samples, labelled, lora, memory, repeats)
         _measure(lambda console: logits_trainer.run(*chosen, console), logits_trainer.show, out, as_json)

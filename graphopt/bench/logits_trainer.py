@@ -79,7 +79,12 @@ class Measured(transformers.TrainerCallback):
 def run(
     tokens: int, samples: int, labelled: float, lora: bool, memory: float | None, repeats: int, console: Console
 ) -> dict[str, Any]:
-    """Measure both sides; arguments as `graphopt.bench.logits.run`, and `memory` as the module says."""
+    """Measure both sides.
+
+    Args:
+        tokens, samples, labelled, lora, repeats, console: as for `graphopt.bench.logits.run`.
+        memory: the most that a step of the second Trainer may allocate, as a part of the first one's bytes; None: no limit.
+    """
     device, name = this_device()
     steps = WARMUP + repeats + 1
     columns = packed(samples * steps, tokens // samples, labelled)
@@ -140,7 +145,10 @@ def _row(side: str, measured: Measured, compiled: Measured) -> dict[str, Any]:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
-    console.print(f"torch {results['torch']}, {results['device']}: SmolLM2-135M in the Trainer, real text, {described(results)}")
+    limit = "" if results["memory"] is None else f", limited to {results['memory']:.0%} of torch.compile's bytes"
+    console.print(
+        f"torch {results['torch']}, {results['device']}: SmolLM2-135M in the Trainer, real text, {described(results)}{limit}"
+    )
     columns = (
         "run by",
         "step allocates MB",

@@ -22,7 +22,7 @@ def test_weights_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("memory", [None, 0.9])
+@pytest.mark.parametrize("memory", [None, 0.78])
 def test_both_sides_train_alike(monkeypatch: pytest.MonkeyPatch, memory: float | None) -> None:
     def packed(samples: int, length: int, labelled: float) -> dict[str, torch.Tensor]:
         ids = torch.randint(0, 50, (samples, length), generator=torch.Generator().manual_seed(0))
@@ -34,7 +34,7 @@ def test_both_sides_train_alike(monkeypatch: pytest.MonkeyPatch, memory: float |
     assert ours["losses"] == pytest.approx(compiled["losses"], rel=1e-4)
     assert min(compiled["step_bytes"], ours["step_bytes"], compiled["cpu_seconds"], ours["cpu_seconds"]) > 0
     assert compiled["bytes_ratio"] == compiled["time_ratio"] == 1.0
-    assert memory is None or ours["bytes_ratio"] <= memory
+    assert ours["bytes_ratio"] <= memory if memory else ours["bytes_ratio"] > 0.8  # so that the limit takes effect
 
 
 def test_the_largest_batches_of_a_shape_with_few_layers() -> None:
