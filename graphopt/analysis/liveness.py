@@ -204,6 +204,8 @@ def module_path(node: fx.Node) -> str:
         return ""
     path, _ = list(stack.values())[-1]
     path = str(path)
-    for prefix in ("L['model']", "L['self'].", "L__self___"):
+    if path.startswith("L['model']"):
+        return path.removeprefix("L['model']").removeprefix(".")  # a child of the model may be called "model", too
+    for prefix in ("L['self'].", "L__self___"):
         path = path.removeprefix(prefix).removeprefix(".")
     return "" if path == "model" else path.removeprefix("model.")
