@@ -151,6 +151,30 @@ def test_inputs_whose_graph_has_other_segments_have_all_of_theirs_computed_again
         assert opt.report.passes == ["recompute"]
 
 
+class Around(nn.Module):
+    """A model with a child that is called "model", as those of Hugging Face have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+@pytest.mark.parametrize("around", [0, 1, 2])
+def test_the_segments_that_were_named_are_those_that_run(around: int) -> None:
+    model: nn.Module = Tower()
+    for _ in range(around):
+        model = Around(model)
+    x = torch.randn(64, 16)
+    named = Recompute().applicable(captured(model, (x,)))[1].name
+    opt = graphopt.optimize(model, (x,), passes=[Recompute((named,))], backend="aot_eager")
+    opt(x).backward()
+    assert opt.last_step is not None
+    assert [report.changes.changed for report in opt.last_step.reports] == [(named,)]
+
+
 class Normed(nn.Module):
     """Operators of several results, whose statistics are kept or whose values pass a cut, partly frozen."""
 
