@@ -28,6 +28,7 @@ from graphopt.bench.peak import PeakBytes
 from graphopt.bench.smollm2 import packed, pretrained_smollm2
 from graphopt.bench.tables import table
 from graphopt.bench.timing import now, this_device
+from graphopt.compat.inductor import fresh_compiler_cache
 
 WARMUP = 3
 """Steps of each Trainer that do not count: the first compile, and the next may compile what the optimizer changed."""
@@ -96,7 +97,8 @@ def run(
             callbacks: list[transformers.TrainerCallback] = [measured[side]]
             if side == "graphopt":
                 callbacks.append(_ours(model, None if memory is None else int(memory * measured["torch.compile"].peak_bytes)))
-            _trainer(side, model, columns, samples, steps, folder, callbacks).train()
+            with fresh_compiler_cache():
+                _trainer(side, model, columns, samples, steps, folder, callbacks).train()
     rows = [_row(side, found, measured["torch.compile"]) for side, found in measured.items()]
     settings = {"tokens": tokens, "samples": samples, "labelled": labelled, "lora": lora, "memory": memory, "repeats": repeats}
     return {"torch": torch.__version__, "device": name, **settings, "rows": rows}

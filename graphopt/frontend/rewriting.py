@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,13 +120,21 @@ def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Ho
 
 def _key(plan: Plan, found: CompiledRegion, host: Host) -> str:
     """All that a rewritten region depends on but its graph, as text that is the same in every process."""
-    from graphopt import __version__
-
     passes = [(p.name, repr(p)) for p in plan.passes]
     batch = (plan.not_separable, host.batch_size()) if plan.samples else ()
     decided = (plan.key, passes, host.values.numbers, batch)
-    parts = (__version__, found.region.names, found.needless, sorted(host.planned()), decided)
+    parts = (_own_code(), found.region.names, found.needless, sorted(host.planned()), decided)
     return "graphopt " + hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _own_code() -> str:
+    """Text that changes with graphopt's files: what other code rewrote must not be taken from torch's cache on disk."""
+    from graphopt import passes
+
+    folders = (Path(__file__).parents[1], Path(passes.__file__).parent)
+    files = sorted({(str(f), f.stat().st_size, f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.py")})
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def _without(graph: TrainingGraph, needless: Sequence[int]) -> TrainingGraph:
