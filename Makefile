@@ -23,10 +23,10 @@ demo: $(STAMP) ## fine-tune MiniLM in full and with half of the FLOPs, at equal 
 	$(BIN)/graphopt demo
 
 test: $(STAMP) ## run the test suite on two processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope -m "not long" $(ARGS)
 
 test-all: $(STAMP) ## run the test suite, and what repeats its claims on further models
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
 $(DOCS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

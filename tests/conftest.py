@@ -18,6 +18,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # measured times of products 
 import pytest
 import torch
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests import zoo
 from tests.shared_captures import shared_captures
@@ -56,16 +57,30 @@ FIRST = ("distributed", "models", "integrations", "e2e", "tests", "passes", "fro
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, tests that share traces and fixtures run in one process: of a model of the zoo, or of a file.
+    """Groups start in this order."""
+    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+
+
+def _group(test: str) -> str:
+    """What runs in one process, as it shares traces and fixtures: the tests of a model of the zoo, or of a file.
 
     Those that start several ranks are one group, so that there is never more than one set of ranks.
     """
-    for item in items:
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        model, folder = parameters.get("name"), item.path.parent.name
-        group = model if model in zoo.FACTORIES else folder if folder == "distributed" else f"{folder}.{item.path.stem}"
-        item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+    file, _, parameters = test.partition("[")
+    if file.startswith("tests/distributed/"):
+        return "distributed"
+    return next((name for name in zoo.FACTORIES if f"-{name}-" in f"-{parameters[:-1]}-"), file.partition("::")[0])
+
+
+class _Scheduler(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        return _group(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """With `--dist loadscope`, groups; pytest 9.2 does not see xdist's own marks of groups."""
+    return _Scheduler(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 def pytest_collection_finish() -> None:
@@ -95,20 +110,29 @@ def _random_networks(reporter: Any) -> tuple[int, Counter[str]]:
     return seed, outcomes
 
 
+def _faults(config: pytest.Config, reporter: Any) -> Iterator[str]:
+    """Of the suite itself: too many random networks were refused, or tests of one group ran in several processes."""
+    outcomes = _random_networks(reporter)[1]
+    if outcomes["held"] < LEAST_HELD * outcomes.total():
+        yield f"fewer than {LEAST_HELD:.0%} of the random networks were held"
+    if config.getvalue("dist") == "loadscope":
+        reports = [report for some in reporter.stats.values() for report in some if hasattr(report, "node")]
+        ran = Counter(group for group, _ in {(_group(report.nodeid), report.node) for report in reports})
+        yield from (f"tests of the group {group} ran in {times} processes" for group, times in ran.items() if times > 1)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail where too many random networks were refused."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-    outcomes = _random_networks(reporter)[1] if reporter is not None else Counter[str]()
-    if outcomes["held"] < LEAST_HELD * outcomes.total() and session.exitstatus == pytest.ExitCode.OK:
+    if reporter is not None and session.exitstatus == pytest.ExitCode.OK and any(_faults(session.config, reporter)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How many random networks were tried with which outcome."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How many random networks were tried with which outcome, and faults."""
     seed, outcomes = _random_networks(terminalreporter)
     if outcomes:
         terminalreporter.section(f"{outcomes.total()} random networks, SEED={seed}")
-        if outcomes["held"] < LEAST_HELD * outcomes.total():
-            terminalreporter.line(f"FAILED: fewer than {LEAST_HELD:.0%} of them were held")
         for outcome, count in outcomes.most_common():
             terminalreporter.line(f"{count:6} {outcome}")
+    for fault in _faults(config, terminalreporter):
+        terminalreporter.line(f"FAILED: {fault}")
