@@ -125,9 +125,10 @@ class CheckpointError(GraphoptError, RuntimeError):
 class RankError(GraphoptError):
     """The processes that train together do not agree, or one of them failed or is missing.
 
-    Cause: a call that was not made on every rank or with other arguments, or an error on another rank.
+    Cause: a call that was not made on every rank or with other arguments, an error on another rank, or one that ended or is late.
 
-    Remedy: call `optimize`, `reselect`, `adopt` and `load_state` on all ranks; see the named rank's own error.
+    Remedy: call `optimize`, `reselect`, `adopt` and `load_state` on all ranks; see the other rank's own error; go on from the
+        last checkpoint.
     """
 
 

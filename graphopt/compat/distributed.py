@@ -25,6 +25,18 @@ def collective_of(target: Any) -> str:
     return "" if "wait" in name else name.removesuffix("_")
 
 
+def is_of_another_rank(error: BaseException) -> bool:
+    """Whether an error that a compiled graph has raised is torch.distributed's, of another rank that ended or is late.
+
+    gloo's are RuntimeErrors like any others: they are known by the operator that waits.
+    """
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    waits = innermost is not None and innermost.tb_frame.f_locals.get("self") is WAIT
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and waits)
+
+
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

@@ -138,14 +138,14 @@ class Ranks:
             else:
                 dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
                 dense = dense.to(dtype, memory_format=torch.contiguous_format, copy=True)
-            dist.all_reduce(dense, group=self._group)
+            wait(dist.all_reduce(dense, group=self._group, async_op=True))
             found.append(dense / self.size)
         return found
 
     def smallest(self, tensor: Tensor) -> Tensor:
         """Of each element, over all ranks; by a collective alone, which is quick enough for every step."""
         if self.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
+            wait(dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True))
         return tensor
 
     def _meet(self, value: Any, error: Exception | None, what: str) -> list[Any]:
@@ -155,8 +155,9 @@ class Ranks:
         store = store_of(group)
         number = next(_MEETINGS.setdefault(group, itertools.count()))
         keys = [f"graphopt/{number}/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], pickle.dumps((what, _described(error), value)))
+        mine = pickle.dumps((what, _described(error), value))
         try:
+            store.set(keys[self.rank], mine)
             store.wait(keys, timeout_of(group))
         except Exception as late:
             raise self._missing(store, keys, what, late) from late
@@ -181,6 +182,26 @@ class Ranks:
                 RankError(f"the other ranks cannot be reached, at {what} ({first_line(late)}): start all of them again.")
             )
         return _told(RankError(f"rank {', '.join(absent)} did not come to {what}: it has ended, hangs, or {_REMEDY}"))
+
+
+def wait(work: Any) -> None:
+    """Wait for a collective that was issued; raise `RankError` where another rank does not take part."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise lost() from error
+
+
+def lost() -> RankError:
+    """What to raise from torch's error where another rank has ended, or is late."""
+    error: RankError = _told(
+        RankError(
+            "another rank has ended, or has not answered within the time-out of the process group: see that rank's own error. "
+            "torch.distributed.init_process_group(timeout=...) allows more time. Training goes on from the last checkpoint "
+            "(load the model's weights, then opt.load_state), on another number of ranks, too."
+        )
+    )
+    return error
 
 
 _REMEDY = (

@@ -5,6 +5,7 @@ What cannot be rewritten is compiled as torch.compile would; tensors that are no
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -12,11 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import SymInt, Tensor, fx, nn
+from torch.autograd.function import BackwardCFunction
 
-from graphopt.compat import observed_by
+from graphopt.compat import observed_by, wrap_backward
 from graphopt.compat.aot import compile_joint, compile_plainly, joint_graph, split_again
+from graphopt.compat.distributed import collective_of, is_of_another_rank
 from graphopt.compat.dynamo import differentiates, example_of, is_restart
 from graphopt.compat.graph_modules import copied, graph_module
+from graphopt.distributed.ranks import lost
 from graphopt.errors import CaptureError, first_line
 from graphopt.frontend.compiled_region import CompiledRegion, Host
 from graphopt.frontend.history import needs_gradient
@@ -72,7 +76,8 @@ class PlanBackend:
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         parameters = {p.name for p in region.parameters}
         read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] in (None, *parameters)]
-        return _Made(found, run, _sources(found, trained) if cuts else (), read)
+        communicates = found.graph is not None and any(collective_of(node.target) for node in found.graph.graph.nodes)
+        return _Made(found, run, _sources(found, trained) if cuts else (), read, communicates)
 
     def needless(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Positions of inputs that require a gradient, but only for what the plan does not train, or for nothing at all."""
@@ -156,12 +161,14 @@ class _Made:
         run: what computes it.
         sources: by output that reads no parameter that is trained, the inputs that it reads.
         read: positions of its inputs that are tensors and no buffers.
+        communicates: its backward does, and errors of other ranks are still to become our own there.
     """
 
     region: CompiledRegion
     run: Callable[..., Any]
     sources: Sequence[tuple[int, tuple[int, ...]]]
     read: Sequence[int]
+    communicates: bool
     _answers: bool = False
 
     def node_of(self, outputs: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -176,6 +183,24 @@ class _Made:
             answer(node, outputs, region.unasked, sum(desc.kind == "tangent" for desc in region.graph.inputs))
             self._answers = True
         return node
+
+    def tell_of_ranks(self, outputs: Sequence[Any], args: Sequence[Any]) -> None:
+        """Have the backward of all runs raise `RankError` where torch.distributed has an error of another rank."""
+        given = {id(arg) for arg in args}
+        nodes = [out.grad_fn for out in outputs if isinstance(out, Tensor) and id(out) not in given]
+        node = next((node for node in nodes if isinstance(node, BackwardCFunction)), None)
+        if node is not None:
+            wrap_backward(node, _telling_of_ranks)
+            self.communicates = False
+
+
+def _telling_of_ranks(node: Any, own: Callable[[Any, list[Any]], Any], gradients: list[Any]) -> Any:
+    try:
+        return own(node, gradients)
+    except Exception as error:
+        if is_of_another_rank(error):
+            raise lost() from error
+        raise
 
 
 def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
@@ -245,10 +270,11 @@ class _Regions:
 
     @staticmethod
     def _run(made: _Made, args: tuple[Any, ...], host: Host) -> Any:
-        if not host.modes:
-            return made.run(*args)
-        with observed_by(host.modes):
-            return made.run(*args)
+        with observed_by(host.modes) if host.modes else contextlib.nullcontext():
+            outputs = made.run(*args)
+        if made.communicates:
+            made.tell_of_ranks(outputs, args)
+        return outputs
 
     def _other(self, args: tuple[Any, ...], kind: tuple[tuple[int, ...], bool]) -> _Made:
         """The region for other parameters than those that are known, or of another kind."""

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphopt.analysis.communication import Collective, communication
 from graphopt.compat import pytree
 from graphopt.compat.distributed import active_ddp, backward_number, group_named, silence, store_of
+from graphopt.distributed.ranks import lost, wait
 from graphopt.errors import InputError, RankError
 from graphopt.planner.plan import Plan
 
@@ -136,7 +137,11 @@ class Reduction(State):
         trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
         mine = repr((sizes, sorted(self._outside)))
         key = hashlib.sha256(repr((self._name, opt.plan.key, trained)).encode()).hexdigest()
-        theirs = store_of(group_named(self.rewrite.group)).compare_set(f"graphopt/means/{key}", "", mine).decode()
+        store = store_of(group_named(self.rewrite.group))
+        try:
+            theirs = store.compare_set(f"graphopt/means/{key}", "", mine).decode()
+        except RuntimeError as error:  # the process that kept the store is gone
+            raise lost() from error
         if theirs != mine:
             raise RankError(
                 "this rank does not average the gradients that another rank does in the same step, so that those of different "
@@ -177,7 +182,7 @@ class Reduction(State):
         if self._outside:
             device = next(iter(self._outside.values())).device
             there = torch.tensor([float(t.grad is not None) for t in self._outside.values()], device=device)
-            self._send(there).wait()
+            wait(self._send(there))
             anywhere = zip(self._outside.items(), there.tolist(), strict=True)
             self._average({name: t for (name, t), found in anywhere if found})
         for tensor, before in self._held:
@@ -192,7 +197,7 @@ class Reduction(State):
             flat = torch.cat([_dense(t).reshape(-1) for t in members]).mul_(1 / self.rewrite.size)
             sent.append((members, flat, self._send(flat)))
         for members, flat, work in sent:
-            work.wait()
+            wait(work)
             for tensor, mean in zip(members, flat.split([t.numel() for t in members]), strict=True):
                 if tensor.grad is not None or mean.any():
                     tensor.grad = mean.view(tensor.shape).clone()

@@ -20,9 +20,16 @@ def test_others_learn_of_it_and_training_goes_on_with_one_rank_or_two(tmp_path: 
     whole = work_killed.work(0, str(folders[0]), None)  # one process on the joint batches
     survivor, killed = on_ranks(work_killed.work, str(folders[1]), 4, timeout=TIMEOUT)
     assert killed is None
-    message, seconds = survivor
-    assert message
-    assert seconds < TIMEOUT + 5
+    late, others = survivor
+    assert late[2] >= work_killed.LATE
+    assert "Timed out" in late[1]
+    assert len(others) == 3
+    assert all("by peer" in cause for _, cause, _ in others)
+    for message, _, seconds in (late, *others):
+        assert "another rank has ended, or has not answered within the time-out" in message
+        assert "init_process_group(timeout=...)" in message
+        assert "on another number of ranks" in message
+        assert seconds < TIMEOUT + 5
     shutil.copytree(folders[1], folders[2])
     both = results(work_killed.work, str(folders[1]), None)
     alone = work_killed.work(0, str(folders[2]), None)
