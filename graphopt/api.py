@@ -26,7 +26,7 @@ from graphopt.compat.distributed import whole_graphs
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.ranks import Ranks
-from graphopt.distributed.sharded import budget_for, ranks_of, require_plannable
+from graphopt.distributed.sharded import budget_for, ranks_of
 from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.frontend.accepted import require_module, require_no_mesh, require_one_replica, require_storage, training_mode
 from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
@@ -120,24 +120,24 @@ def optimize(
     require_one_replica(model)
     ranks = Ranks(group_of(mesh, ranks_of(model, mesh, group)))
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None)
-    if mesh is not None:
-        require_same_weights(model, ranks)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
     with training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:
-            require_plannable(model)
             trace = functools.partial(captures.graph, args, kwargs)
             capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph)
             graph, recording = ranks.together(capture, "capturing the model")
             require_same_graph(graph, ranks)
+            if mesh is not None:
+                require_same_weights(model, ranks)
         except NothingToPlan as nothing:
+            why = str(nothing).removesuffix(".")
             if passes != "auto" and chosen:
-                raise PassError(f"{chosen[0].name} has nothing to work on: {nothing}") from nothing
-            require_no_mesh(mesh, str(nothing))
-            logger.warning("%s The model runs as torch.compile has it.", nothing)
-            return DisabledModule(model, budget, str(nothing), backend, loss, compiles=True)
+                raise PassError(f"{chosen[0].name} has nothing to work on: {why}.") from nothing
+            require_no_mesh(mesh, why)
+            logger.warning("%s. The model runs as torch.compile has it.", why)
+            return DisabledModule(model, budget, why, backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
         if recording is not None or is_sharded(model):
             chosen = for_parts(chosen, passes == "auto")

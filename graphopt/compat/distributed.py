@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default if dist.is_available() else None
@@ -23,6 +25,12 @@ def collective_of(target: Any) -> str:
         return ""
     name: str = target._opname
     return "" if "wait" in name else name.removesuffix("_")
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor; their module is not loaded for models that do without it."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_of_another_rank(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from graphopt.budget import Budget
 from graphopt.compat import fsdp
+from graphopt.compat.distributed import is_distributed
 from graphopt.errors import ImportanceError, InputError, NothingToPlan
 from graphopt.frontend.attributes import attributes_of, put_back
 
@@ -40,10 +41,11 @@ def ranks_of(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | No
 
 
 def require_plannable(model: nn.Module) -> None:
-    """Raise `NothingToPlan` for a sharded model that is tensor parallel, too."""
-    name = next((held.names[0] for held in fsdp.held_parameters(model) if held.tensor_parallel), None)
+    """Raise `NothingToPlan` for a model that is tensor parallel, sharded or not."""
+    alone = {id(form) for h in fsdp.held_parameters(model) if not h.tensor_parallel for form in (h.sharded, h.whole)}
+    name = next((name for name, p in model.named_parameters() if is_distributed(p) and id(p) not in alone), None)
     if name is not None:
-        raise NothingToPlan(f"the model is tensor parallel ({name}), which is not planned.")
+        raise NothingToPlan(f"the model is tensor parallel ({name} is a DTensor), which is not planned.")
 
 
 def budget_for(model: nn.Module, budget: Budget) -> tuple[Budget, str]:

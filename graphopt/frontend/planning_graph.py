@@ -11,6 +11,7 @@ from torch import nn
 from graphopt import compat
 from graphopt.calls import BatchDim
 from graphopt.capture import capture
+from graphopt.distributed.sharded import require_plannable
 from graphopt.errors import (
     BatchError,
     BudgetError,
@@ -44,6 +45,7 @@ def planning_graph(
     Raises:
         CaptureError: it is not one graph and has to be, or nothing in it can be planned.
     """
+    require_plannable(model)
     try:
         with stage("capture"):
             return trace(), None
