@@ -136,7 +136,7 @@ def bench_distributed(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Bytes that a rank of data parallel training sends per step, counted: exact, selected, compressed, DDP; modelled times."""
+    """What a rank of data parallel training sends per step and holds: exact, selected, compressed, DDP, FSDP; modelled times."""
     from graphopt.bench import distributed
 
     _measure(lambda console: distributed.run(_listed(models), ranks, console), distributed.show, out, as_json)

@@ -1,13 +1,15 @@
 """`graphopt bench distributed`: what each rank of data parallel training sends per step, and how long that would take.
 
-Bytes are counted on the graphs that `optimize(mesh=...)` would run. Times come from a model and are not measured: a ring
-all-reduce of b bytes over n ranks takes 2 (n - 1) (alpha + b / (n beta)), for a latency alpha in seconds and a bandwidth beta in
-bytes per second and direction. Nothing is taken to overlap, so that the backward may hide some of it.
+Bytes are counted on the graphs that `optimize(mesh=...)` would run; for FSDP by the rules of `fully_shard` of every repeated
+block. On a ring of n ranks, an all-reduce of b bytes goes round twice in parts of b / n, a reduce-scatter once. An all-gather, to
+which each rank gives b bytes, goes round once in parts of b. Times come from a model and are not measured: every part takes
+alpha + bytes / beta, for a latency alpha in seconds and a bandwidth beta in bytes per second and direction. Nothing is taken to
+overlap, so that computing may hide some of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,12 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.analysis.communication import communication
+from graphopt.analysis.communication import Collective, communication
 from graphopt.bench.cases import chosen
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
 from graphopt.bench.tables import table
+from graphopt.distributed.foretold import foretold_collectives, foretold_parts
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Lsp
 from graphopt.passes.distribute import Distribute, Reduced
@@ -36,9 +39,20 @@ class Link:
     alpha: float
     beta: float
 
-    def seconds(self, collectives: list[int], ranks: int) -> float:
-        """Of all-reduces of so many bytes each, one after another."""
-        return sum(2 * (ranks - 1) * (self.alpha + size / (ranks * self.beta)) for size in collectives)
+    def seconds(self, collectives: Sequence[Collective], ranks: int) -> float:
+        """Of collectives one after another."""
+        return sum(rounds(c) * (ranks - 1) * self.alpha + sent(c, ranks) / self.beta for c in collectives)
+
+
+def rounds(collective: Collective) -> int:
+    """How often its parts go round the ring."""
+    return 2 if collective.kind == "all_reduce" else 1
+
+
+def sent(collective: Collective, ranks: int) -> float:
+    """Bytes that leave a rank."""
+    part = collective.bytes if collective.kind == "all_gather" else collective.bytes / ranks
+    return rounds(collective) * (ranks - 1) * part
 
 
 LINKS = {"NVLink": Link(5e-6, 450e9), "PCIe 4.0": Link(10e-6, 25e9), "10 Gb/s": Link(50e-6, 1.25e9)}
@@ -78,18 +92,25 @@ def run(models: list[str] | None, ranks: int, console: Console) -> dict[str, Any
     rows = []
     for name in chosen("model", models, list(CASES)):
         make, subspace = CASES[name]
-        for kind, sizes in _sent(make, subspace, ranks).items():
-            seconds = {link: of.seconds(sizes, ranks) for link, of in LINKS.items()}
+        for kind, (collectives, held) in _counted(make, subspace, ranks).items():
             rows.append(
-                {"model": name, "kind": kind, "bytes": sum(sizes), "collectives": len(sizes), "modelled_seconds": seconds}
+                {
+                    "model": name,
+                    "kind": kind,
+                    "bytes": sum(c.bytes for c in collectives),
+                    "sent_bytes": round(sum(sent(c, ranks) for c in collectives)),
+                    "collectives": len(collectives),
+                    "held_bytes": held,
+                    "modelled_seconds": {link: of.seconds(collectives, ranks) for link, of in LINKS.items()},
+                }
             )
     links = {name: {"alpha": link.alpha, "beta": link.beta} for name, link in LINKS.items()}
     return {"torch": torch.__version__, "ranks": ranks, "links": links, "rows": rows}
 
 
-def _sent(make: Callable[[], Case], subspace: int, ranks: int) -> dict[str, list[int]]:
-    """Bytes of every all-reduce of a step, by how the model is trained."""
-    found: dict[str, list[int]] = {}
+def _counted(make: Callable[[], Case], subspace: int, ranks: int) -> dict[str, tuple[list[Collective], int | None]]:
+    """The collectives of a step, and bytes of weights, gradients and AdamW's states on a rank, by how the model is trained."""
+    found: dict[str, tuple[list[Collective], int | None]] = {}
     lsp = Lsp(subspace, nonzeros=8, criterion="flops")
     kinds: dict[str, dict[str, Any]] = {
         "exact": {},
@@ -102,9 +123,23 @@ def _sent(make: Callable[[], Case], subspace: int, ranks: int) -> dict[str, list
         if not found:
             every = [(n, p.dtype, p.nbytes) for n, p in model.named_parameters() if p.requires_grad]
             sizes = {name: size for name, _, size in every}
-            found["DDP"] = [sum(sizes[name] for name in bucket) for bucket in in_buckets(every)]
-        found[kind] = [collective.bytes for collective in communication(distributed(opt, ranks)).collectives]
+            buckets = [Collective("all_reduce", sum(sizes[name] for name in bucket)) for bucket in in_buckets(every)]
+            found["DDP"] = buckets, held_bytes(opt.graph, opt.selected, 1)
+        graph = distributed(opt, ranks)
+        held = None if graph.compressed else held_bytes(graph, opt.selected, 1)
+        found[kind] = list(communication(graph).collectives), held
+        if not graph.compressed:
+            sharded = kind.replace("exact", "FSDP").replace("selected", "FSDP")
+            collectives = foretold_collectives(graph.parameters, ranks, opt.selected)
+            found[sharded] = collectives, held_bytes(graph, opt.selected, ranks)
     return found
+
+
+def held_bytes(graph: TrainingGraph, trained: Collection[str], ranks: int) -> int:
+    """Of weights, and of gradients and AdamW's two states of what is trained, each divided by its rows among so many ranks."""
+    weights = sum(part.gathered_bytes for part in foretold_parts(graph.parameters, ranks))
+    own = [p for p in graph.parameters if p.name in trained]
+    return weights + 3 * sum(part.gathered_bytes for part in foretold_parts(own, ranks))
 
 
 def distributed(opt: graphopt.OptimizedModule, ranks: int) -> TrainingGraph:
@@ -116,20 +151,25 @@ def distributed(opt: graphopt.OptimizedModule, ranks: int) -> TrainingGraph:
 
 def show(results: dict[str, Any], console: Console) -> None:
     """A table."""
-    full = {row["model"]: row["bytes"] for row in results["rows"] if row["kind"] == "DDP"}
+    full = {row["model"]: row["sent_bytes"] for row in results["rows"] if row["kind"] == "DDP"}
     console.print(
         table(
-            ["model", "gradients", "per step and rank", "of DDP", "all-reduces", *results["links"]],
+            ["model", "training", "handed in", "sent", "of DDP", "calls", "held", *results["links"]],
             [
                 (
-                    row["model"], row["kind"], in_bytes(row["bytes"]), f"{row['bytes'] / full[row['model']]:.3f}",
-                    row["collectives"], *(in_seconds(s) for s in row["modelled_seconds"].values()),
+                    row["model"], row["kind"], in_bytes(row["bytes"]), in_bytes(row["sent_bytes"]),
+                    f"{row['sent_bytes'] / full[row['model']]:.3f}", row["collectives"],
+                    None if row["held_bytes"] is None else in_bytes(row["held_bytes"]),
+                    *(in_seconds(s) for s in row["modelled_seconds"].values()),
                 )
                 for row in results["rows"]
             ],
             words=2,
-            title=f"Data parallel training on {results['ranks']} ranks; times are modelled, not measured",
+            title=f"Each of {results['ranks']} ranks, per step; times are modelled, not measured",
         )
     )  # fmt: skip
+    console.print(
+        "held: weights, gradients and AdamW's states of what is trained. Activations and what is gathered are not counted"
+    )
     for name, link in results["links"].items():
         console.print(f"{name}: alpha {link['alpha'] * 1e6:.0f} us, beta {link['beta'] / 1e9:g} GB/s")

@@ -7,7 +7,7 @@ gathered and what autograd will differentiate. Of a part that runs several times
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -44,23 +44,33 @@ class Traffic(State):
         key = (step, self._opt.plan, tuple(part.reduces for part in parts))
         if not self._counted or not all(now is before or now == before for now, before in zip(key, self._counted, strict=True)):
             self._counted = key
-            self._sent = tuple(_collectives(parts, post_forward_order(model), output, self._opt))
+            leaves = _differentiated(output)
+            reached = {part.number: [p.names for p in part.parameters if id(p.whole) in leaves] for part in parts}
+            back = {number for number, found in reached.items() if found}
+            wanted = {number: [n for n in found if self._opt.selects_tensor(n[0])] for number, found in reached.items()}
+            self._sent = tuple(collectives(parts, post_forward_order(model), back, wanted))
 
 
-def _collectives(parts: Sequence[Part], order: Sequence[int], output: Any, opt: OptimizedModule) -> Iterable[Collective]:
-    """Of one forward, which has run each part as often as `order` has its number, and of the backward from its output."""
-    leaves = _differentiated(output)
-    back = {part.number for part in parts if any(id(p.whole) in leaves for p in part.parameters)}
-    # and what is gathered before it is asked for
+def collectives(
+    parts: Sequence[Part], order: Sequence[int], back: Set[int], wanted: Mapping[int, Sequence[tuple[str, ...]]]
+) -> Iterable[Collective]:
+    """Of one forward and its backward.
+
+    Args:
+        order: the numbers of the parts as the forward has run them, each as often as that.
+        back: those that the backward reaches.
+        wanted: by number, the names of the parameters whose gradients are kept.
+    """
+    # what is gathered before it is asked for
     ahead = {before for before, number in itertools.pairwise(order) if number in back}
     for part in parts:
         runs = order.count(part.number)
         times = min(runs, 1) if not part.reshards else runs * (2 if part.number in back | ahead else 1)
         if part.ranks > 1:
             yield from [Collective("all_gather", part.gathered_bytes)] * times
-        found = [p for p in part.parameters if id(p.whole) in leaves and opt.selects_tensor(p.names[0])]
+        found = wanted[part.number]
         if found and part.reduces:
-            size = sum(part.scattered_bytes[p.names] for p in found)
+            size = sum(part.scattered_bytes[names] for names in found)
             if part.ranks > 1:
                 yield Collective("reduce_scatter", size)
             if part.replicas > 1:

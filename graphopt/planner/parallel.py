@@ -8,7 +8,6 @@ an upper bound for tensor parallelism.
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
 from graphopt.analysis.memory import Block, MemoryProfile
 from graphopt.budget import parse_bytes
+from graphopt.distributed.foretold import block_of
 from graphopt.errors import InputError
 
 NAMES = {Method.CDP: "CDP", Method.ADP: "ADP", Method.TP: "TP", Method.DP_TP: "DP+TP", Method.OFFLOAD: "offload"}
@@ -188,9 +188,9 @@ def shard_units(parameters: list[tuple[Block, int]]) -> tuple[int, list[int]]:
     """Bytes outside of repeated blocks, and of each repeated block: parameters that share a numbered module."""
     root, units = 0, defaultdict[str, int](int)
     for block, size in parameters:
-        match = re.match(r"(.*?\.\d+)\.", f".{block.name}")
-        if match:
-            units[match.group(1)] += size
+        unit = block_of(block.name)
+        if unit:
+            units[unit] += size
         else:
             root += size
     return root, list(units.values())

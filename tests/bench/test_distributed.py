@@ -15,10 +15,16 @@ def test_bytes_are_counted_and_times_follow_the_model() -> None:
     assert rows["DDP"]["bytes"] == rows["exact"]["bytes"] == full
     assert rows["selected, flops=0.5"]["bytes"] < full / 2
     assert 16 * rows["compressed, s=256"]["bytes"] == full
-    for row in rows.values():
+    assert rows["FSDP"]["bytes"] == 2 * full / 4 + full
+    assert rows["FSDP, flops=0.5"]["bytes"] == 8 / 6 * full / 4 + full / 6  # the last layer's weights, and one's gathered ahead
+    assert rows["FSDP"]["sent_bytes"] == 3 * rows["DDP"]["sent_bytes"] / 2
+    assert 4 * rows["FSDP"]["held_bytes"] == rows["DDP"]["held_bytes"] == rows["exact"]["held_bytes"] == 4 * full
+    assert rows["selected, flops=0.5"]["held_bytes"] == full + 3 * rows["selected, flops=0.5"]["bytes"]
+    assert 4 * rows["FSDP, flops=0.5"]["held_bytes"] == rows["selected, flops=0.5"]["held_bytes"]
+    for kind, row in rows.items():
         for name, seconds in row["modelled_seconds"].items():
-            link = distributed.LINKS[name]
-            assert seconds == pytest.approx(6 * (row["collectives"] * link.alpha + row["bytes"] / (4 * link.beta)))
+            link, parts = distributed.LINKS[name], (3 if "FSDP" in kind else 6) * row["collectives"]
+            assert seconds == pytest.approx(parts * link.alpha + row["sent_bytes"] / link.beta)
     console = Console(record=True, width=120, quiet=False)
     distributed.show(results, console)
     assert "times are modelled, not measured" in console.export_text()

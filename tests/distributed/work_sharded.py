@@ -20,6 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
+from graphopt.distributed.foretold import foretold_collectives
+from graphopt.graph import Parameter
 from tests.distributed.work_ddp import error_of
 
 VOCABULARY, LENGTH, SIZE = 37, 6, 4
@@ -167,6 +169,10 @@ def of_model(
         found[f"{name}, buffers"] = {n: b.clone() for n, b in run.named_buffers()}
         found[f"{name}, report"] = run.model_runs, run.report.notes
     found["buffers"] = {n: b.clone() for n, b in eager.named_buffers()}
+    counted = opt.report.communication.collectives
+    own = [Parameter(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in make().named_parameters()]
+    foretold = foretold_collectives(own, dist.get_world_size(), opt.selected)
+    found["collectives"] = [sorted((c.kind, c.bytes) for c in of) for of in (counted, foretold)]
     report, executed = opt.report, [flops_of(run, batches(rank)) for run in (opt, eager)]
     found["FLOPs"] = executed[0] / executed[1], report.step_flops / report.full_step_flops
     found["curves"] = trained(opt, batches, rank), trained(only(make, mesh, opt.selected), batches, rank)
