@@ -25,6 +25,7 @@ from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
+from graphopt.distributed.foretold import averaged
 from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.sharded import budget_for, ranks_of
 from graphopt.errors import InputError, NothingToPlan, PassError
@@ -179,7 +180,8 @@ class Analysis:
     flops: FlopProfile | PaperProfile
     graph: TrainingGraph
     device: str
-    _measure_memory: Callable[[], MemoryProfile] = field(repr=False, compare=False)
+    _measure_memory: Callable[[TrainingGraph | None], MemoryProfile] = field(repr=False, compare=False)
+    _averages: bool = field(default=False, repr=False, compare=False)
 
     @cached_property
     def memory(self) -> MemoryProfile:
@@ -188,7 +190,11 @@ class Analysis:
         Raises:
             InputError, CaptureError: see `step_memory` and `eager_memory`.
         """
-        return self._measure_memory()
+        return self._measure_memory(None)
+
+    def memory_on(self, ranks: int) -> MemoryProfile | None:
+        """`memory` on each of several ranks under `optimize(mesh=...)`; None if the graph does not average each backward."""
+        return self._measure_memory(averaged(self.graph, ranks)) if self._averages and ranks > 1 else None
 
 
 def analyze(
@@ -236,13 +242,13 @@ def analyze(
     device = next((str(n.meta["val"].device) for n in graph.placeholders), "cpu")
     options = {"accumulation": accumulation, "master_weights": master_weights, "keep_outputs": keep_outputs}
 
-    def measure_memory() -> MemoryProfile:
+    def measure_memory(on_ranks: TrainingGraph | None) -> MemoryProfile:
         with stage("memory"), training_mode(model):
             if backend != "eager":
-                return step_memory(graph, backend, optimizer, **options)  # type: ignore[arg-type]
+                return step_memory(on_ranks or graph, backend, optimizer, **options)  # type: ignore[arg-type]
             return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)  # type: ignore[arg-type]
 
-    return Analysis(profile, graph, device, measure_memory)
+    return Analysis(profile, graph, device, measure_memory, backend != "eager" and accumulation == 1)
 
 
 def plan(
@@ -270,7 +276,7 @@ def plan(
         BudgetError, InputError, CaptureError, TorchVersionError: with cause and remedy.
     """
     check_devices(devices, device_memory, tensor_parallel, margin)
-    memory = analyze(
+    analysis = analyze(
         model,
         example_inputs,
         batch_dim=batch_dim,
@@ -278,11 +284,12 @@ def plan(
         optimizer=optimizer,
         accumulation=accumulation,
         master_weights=master_weights,
-    ).memory
+    )
     return plan_devices(
-        memory,
+        analysis.memory,
         devices,
         device_memory,
+        averaging=analysis.memory_on(devices),
         tensor_parallel=tensor_parallel,
         context_bytes=context_bytes,
         margin=margin,

@@ -133,11 +133,13 @@ def plan(
     states = checked_optimizer(optimizer)
     with stages_told(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
-        profile = graphopt.analyze(loaded, inputs, backend=backend, optimizer=states).memory
+        analysis = graphopt.analyze(loaded, inputs, backend=backend, optimizer=states)
+        profile, averaging = analysis.memory, analysis.memory_on(devices)
     found = plan_devices(
         profile,
         devices,
         device_memory,
+        averaging=averaging,
         tensor_parallel=tensor_parallel,
         margin=margin,
         allow_within_margin=allow_within_margin,

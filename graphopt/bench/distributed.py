@@ -23,12 +23,10 @@ from graphopt.bench.cases import chosen
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
 from graphopt.bench.tables import table
-from graphopt.distributed.foretold import foretold_collectives, foretold_parts
+from graphopt.distributed.foretold import averaged, foretold_collectives, foretold_parts
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Lsp
-from graphopt.passes.distribute import Distribute, Reduced
 from graphopt.passes.distribute.buckets import in_buckets
-from graphopt.passes.distribute.technique import ready_order
 from graphopt.report.units import in_bytes, in_seconds
 
 
@@ -125,7 +123,7 @@ def _counted(make: Callable[[], Case], subspace: int, ranks: int) -> dict[str, t
             sizes = {name: size for name, _, size in every}
             buckets = [Collective("all_reduce", sum(sizes[name] for name in bucket)) for bucket in in_buckets(every)]
             found["DDP"] = buckets, held_bytes(opt.graph, opt.selected, 1)
-        graph = distributed(opt, ranks)
+        graph = averaged(opt.graph, ranks, opt.plan)
         held = None if graph.compressed else held_bytes(graph, opt.selected, 1)
         found[kind] = list(communication(graph).collectives), held
         if not graph.compressed:
@@ -140,13 +138,6 @@ def held_bytes(graph: TrainingGraph, trained: Collection[str], ranks: int) -> in
     weights = sum(part.gathered_bytes for part in foretold_parts(graph.parameters, ranks))
     own = [p for p in graph.parameters if p.name in trained]
     return weights + 3 * sum(part.gathered_bytes for part in foretold_parts(own, ranks))
-
-
-def distributed(opt: graphopt.OptimizedModule, ranks: int) -> TrainingGraph:
-    """The graph that a step of `opt` would run on each of several ranks."""
-    last = Distribute("counted only", ranks)
-    plan = opt.plan.with_passes([*opt.plan.passes, last]).decided(last.name, Reduced(ready_order(opt.graph)))
-    return plan.rewrite(opt.graph)[0]
 
 
 def show(results: dict[str, Any], console: Console) -> None:

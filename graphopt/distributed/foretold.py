@@ -1,4 +1,7 @@
-"""What `fully_shard` of every repeated block, and of the rest, would do, before it is applied: by names and shapes alone."""
+"""What training on several ranks would do, before there are any.
+
+`optimize(mesh=...)` is its graph. `fully_shard` of every repeated block, and of the rest, is told by names and shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,24 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from graphopt.analysis.communication import Collective
+from graphopt.budget import Budget
 from graphopt.compat.fsdp import Part
 from graphopt.distributed.sharded_traffic import collectives
-from graphopt.graph import Parameter
+from graphopt.graph import Parameter, TrainingGraph
+from graphopt.passes import communicating
+from graphopt.passes.technique import Planning, technique
+from graphopt.planner.plan import Plan
+
+
+def averaged(graph: TrainingGraph, ranks: int, plan: Plan | None = None) -> TrainingGraph:
+    """The graph that each of several ranks would run under a plan, by default without any, with its collectives.
+
+    It can be counted and not run: there is no such group.
+    """
+    last = communicating("foretold", ranks)
+    plan = Plan(Budget(), ()) if plan is None else plan
+    plan = technique(last).before_selection(plan.with_passes([*plan.passes, last]), Planning(graph, {}, True, lambda _: ""))
+    return plan.rewrite(graph)[0]
 
 
 def block_of(name: str) -> str:

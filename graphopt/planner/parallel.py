@@ -78,6 +78,7 @@ def plan_devices(
     devices: int,
     device_memory: int | str,
     *,
+    averaging: MemoryProfile | None = None,
     tensor_parallel: int | None = None,
     context_bytes: int = CONTEXT_BYTES,
     margin: float = MARGIN,
@@ -87,6 +88,7 @@ def plan_devices(
 
     Args:
         profile: of one device, see `step_memory`.
+        averaging: of one of these devices where the backward averages gradients over all; None: they train under DDP.
         device_memory: capacity of one device, in bytes or as a text such as "16GiB".
         tensor_parallel: degree for DP+TP; None tries every divisor of `devices`.
         margin: share of the capacity that must stay free.
@@ -104,6 +106,8 @@ def plan_devices(
     candidates, rows = [], []
     for layout in layouts(devices, tensor_parallel):
         peak = partial(_peak, profile, partial(strategy_bytes, layout=layout), overhead)
+        if layout.method is Method.CDP and averaging is not None:
+            peak = partial(_peak, averaging, lambda at: at.peak_bytes, overhead)
         candidate = Candidate(layout, _largest(peak, limit))
         candidates.append(candidate)
         rows.append(_row(candidate, peak(max(candidate.batch, 1)), limit))
@@ -121,7 +125,8 @@ def plan_devices(
         f"CUDA context {context_bytes / 2**20:.0f} MiB, allocator slack {SEGMENT_SLACK / 2**20:.0f} MiB",
         f"{margin:.0%} of each device " + ("may be used too" if allow_within_margin else "stays free"),
         "activations are not sharded by tensor parallelism (an upper bound)",
-        "data parallel: DDP's gradient buckets, as large as the gradients; ADP: FSDP2 per repeated block, one prefetched",
+        "data parallel: " + ("as optimize(mesh=...)" if averaging else "DDP's gradient buckets, as large as the gradients"),
+        "ADP: FSDP2 per repeated block, one prefetched",
     )
     return MemoryPlan(strategy, batch, tuple(rows), capacity, margin, assumptions)
 

@@ -55,6 +55,22 @@ def test_data_parallel_wins_where_it_fits_and_offload_only_where_nothing_does() 
     assert plan_devices(PROFILE, 1, SEGMENT_SLACK, context_bytes=0).batch_size == 0
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_data_parallel_is_predicted_from_the_graph_that_averages(backend: str) -> None:
+    model, inputs = zoo.make("mlp", 4)
+    analysis = graphopt.analyze(model, inputs, backend=backend)  # type: ignore[arg-type]
+    averaging = analysis.memory_on(4)
+    assert averaging is not None
+    assert analysis.memory_on(1) is None
+    options = {"devices": 4, "device_memory": "64MiB", "context_bytes": 0, "backend": backend}
+    found = graphopt.plan(model, inputs, **options)  # type: ignore[arg-type]
+    row = found.table[0]
+    assert row.peak_bytes == averaging.at(row.batch_size).peak_bytes + SEGMENT_SLACK
+    assert any("optimize(mesh=...)" in assumption for assumption in found.assumptions)
+    gathering = graphopt.plan(model, inputs, accumulation=2, **options)  # type: ignore[arg-type]
+    assert any("DDP's gradient buckets" in assumption for assumption in gathering.assumptions)
+
+
 def test_repeated_blocks_are_found_by_their_numbers() -> None:
     parameters = [(b, s) for b, s in zip(PROFILE.blocks, PROFILE.sizes, strict=True) if b.category == "parameter"]
     root, units = shard_units(parameters)
