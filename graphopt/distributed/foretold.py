@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -30,6 +31,7 @@ def averaged(graph: TrainingGraph, ranks: int, plan: Plan | None = None) -> Trai
     return plan.rewrite(graph)[0]
 
 
+@functools.lru_cache(2**16)
 def block_of(name: str) -> str:
     """The repeated block that a parameter belongs to: its outermost numbered module; "" if it has none."""
     match = re.match(r"(.*?\.\d+)\.", f".{name}")

@@ -1,14 +1,14 @@
 """Which way to spread training over devices, and the batch that fits: LLMem's Algorithm 1 on graph-based estimates.
 
-Every estimate starts from the timeline of one device and shards what the strategy shards: parameters, gradients and states as
-FSDP2 (`fully_shard` per repeated block) and tensor parallelism of `torch.distributed` do. Activations are never sharded here:
-an upper bound for tensor parallelism.
+Data parallelism has the timeline of the graph that averages gradients, and ADP that of one device with what FSDP2 (`fully_shard`
+per repeated block) holds on it. The other estimates shard on the timeline of one device what the strategy shards: parameters,
+gradients and states as tensor parallelism of `torch.distributed` does. Activations are never sharded here: an upper bound for
+tensor parallelism.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -20,8 +20,8 @@ from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
 from graphopt.analysis.memory import Block, MemoryProfile
 from graphopt.budget import parse_bytes
-from graphopt.distributed.foretold import block_of
 from graphopt.errors import InputError
+from graphopt.planner.sharded_memory import sharded_peak
 
 NAMES = {Method.CDP: "CDP", Method.ADP: "ADP", Method.TP: "TP", Method.DP_TP: "DP+TP", Method.OFFLOAD: "offload"}
 
@@ -152,24 +152,17 @@ def _largest(peak: Callable[[int], int], limit: int) -> int:
 def strategy_bytes(profile: MemoryProfile, layout: Layout) -> int:
     """Peak bytes on one device under a strategy, exact by construction on the timeline.
 
-    CDP keeps everything, and DDP's buckets; ADP shards parameters, gradients and states over all devices and gathers the
-    outermost parameters and two repeated blocks; TP shards matrices over its group; DP+TP shards matrices over the group and
-    gradients and states over all devices (the corrected form: the half-precision share is 1/tp, not 1 - tp/n).
+    CDP keeps everything, and DDP's buckets; ADP is `sharded_peak`; TP shards matrices over its group; DP+TP shards matrices over
+    the group and gradients and states over all devices (the corrected form: the half-precision share is 1/tp, not 1 - tp/n).
     """
     n, tp = layout.devices, layout.tensor_parallel
-    parameters = [(b, s) for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "parameter"]
-    root, units = shard_units(parameters)
-    largest = sorted(units, reverse=True)[:2]
-    matrices = {b.name for b, _ in parameters if len(b.shape) >= 2}
+    matrices = {b.name for b in profile.blocks if b.category == "parameter" and len(b.shape) >= 2}
     match layout.method:
         case Method.CDP:
             gradients = sum(s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient")
             return profile.peak_bytes + (gradients if n > 1 else 0)
         case Method.ADP:
-            gathered = root + sum(largest) if n > 1 else 0
-            reduced = max([root, *largest]) if n > 1 else 0
-            shares = {c: Fraction(1, n) for c in ("parameter", "gradient", "optimizer state")}
-            return _scaled_peak(profile, lambda b: shares.get(b.category, Fraction(1))) + gathered + reduced
+            return sharded_peak(profile, n)
         case Method.TP:
             return _scaled_peak(profile, lambda b: Fraction(1, tp) if _of_matrix(b, matrices) else Fraction(1))
         case _:
@@ -187,18 +180,6 @@ def offload_bytes(profile: MemoryProfile) -> int:
     gradients = [s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient"]
     on_host = ("gradient", "optimizer state")
     return _scaled_peak(profile, lambda b: Fraction(int(b.category not in on_host))) + max(gradients, default=0)
-
-
-def shard_units(parameters: list[tuple[Block, int]]) -> tuple[int, list[int]]:
-    """Bytes outside of repeated blocks, and of each repeated block: parameters that share a numbered module."""
-    root, units = 0, defaultdict[str, int](int)
-    for block, size in parameters:
-        unit = block_of(block.name)
-        if unit:
-            units[unit] += size
-        else:
-            root += size
-    return root, list(units.values())
 
 
 def _of_matrix(block: Block, matrices: set[str]) -> bool:

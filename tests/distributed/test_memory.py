@@ -7,21 +7,36 @@ import pytest
 import graphopt
 from graphopt.analysis.layouts import Layout, Method
 from graphopt.planner.parallel import strategy_bytes
+from graphopt.planner.sharded_memory import sharded_peak
 from tests import zoo
 from tests.distributed import work_memory
 from tests.distributed.spawned import results
 
+Measured = list[dict[tuple[str, str], int]]
+
 
 @pytest.fixture(scope="module")
-def measured() -> list[dict[str, int]]:
+def measured() -> Measured:
     return results(work_memory.work)
 
 
-@pytest.mark.parametrize("name", work_memory.MODELS)
-def test_the_peak_of_a_rank_is_the_allocators(measured: list[dict[str, int]], name: str) -> None:
-    analysis = graphopt.analyze(*zoo.make(name, work_memory.BATCH), backend="aot_eager")
-    alone, on_two = analysis.memory, analysis.memory_on(2)
+def analysis_of(name: str) -> graphopt.Analysis:
+    return graphopt.analyze(*zoo.make(name, work_memory.BATCH), backend="aot_eager")
+
+
+@pytest.mark.parametrize("name", work_memory.AVERAGED)
+def test_the_peak_of_a_rank_that_averages_is_the_allocators(measured: Measured, name: str) -> None:
+    analysis = analysis_of(name)
+    on_two = analysis.memory_on(2)
     assert on_two is not None
     for found in measured:
-        assert on_two.peak_bytes - on_two.static_bytes == pytest.approx(found[name], rel=0.01)
-    assert on_two.peak_bytes < strategy_bytes(alone, Layout(Method.CDP, 2))
+        assert on_two.peak_bytes == pytest.approx(found["averaged", name], rel=0.01)
+    assert on_two.peak_bytes < strategy_bytes(analysis.memory, Layout(Method.CDP, 2))
+
+
+@pytest.mark.parametrize("name", work_memory.SHARDED)
+def test_the_peak_of_a_rank_with_sharded_weights_is_the_allocators(measured: Measured, name: str) -> None:
+    memory = analysis_of(name).memory
+    for found in measured:  # gloo copies what it gathers
+        assert sharded_peak(memory, 2, copies=True) == pytest.approx(found["sharded", name], rel=0.01)
+    assert sharded_peak(memory, 2) <= sharded_peak(memory, 2, copies=True)
