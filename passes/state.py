@@ -47,8 +47,8 @@ class State:
         """What a step like the last hands to other ranks beside what its graphs do."""
         return ()
 
-    def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
-        """The plan of the step that is about to run, from that of the training."""
+    def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """The plan of the step that is about to run on these arguments, from that of the training."""
         return plan
 
     def after_forward(self, step: RegionStep | None, output: Any) -> None:

@@ -41,12 +41,15 @@ class Planning:
         tensors: the model's parameters and buffers by name.
         auto: the passes were not named by the user: one that has nothing to do may leave.
         not_separable: why rows of the backward must not be left out under a plan; "" if they may.
+        inputs: names and values of the example's tensors, in the order of the graph's inputs, and how many samples they are.
+            None: the graph takes others, or the plan is for several ranks, which must go through steps in the same way.
     """
 
     graph: TrainingGraph
     tensors: Mapping[str, Tensor]
     auto: bool
     not_separable: Callable[[Plan], str]
+    inputs: tuple[tuple[str, ...], tuple[Tensor, ...], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,6 @@ class Technique:
 
     Attributes:
         by_part: it works on a part of a model, such as between two graph breaks, as it does on all of it.
-        loss_alone: it needs a backward in which nothing but the loss is differentiated.
         decides: the type of its decision, by which a checkpoint is read; None: it is decided anew and not loaded.
         unneeded: why it was not needed where it changed nothing; "" if it has nothing to say then.
         communicates: its graphs run on several ranks together, or wait for ever.
@@ -141,7 +143,6 @@ class Technique:
     preserves: Preserves
     serves: tuple[str, ...]
     by_part = False
-    loss_alone = False
     decides: type[Any] | None = None
     unneeded = ""
     communicates = False
@@ -218,6 +219,10 @@ class Technique:
 
     def for_batch(self, plan: Plan, batch_size: int) -> Plan:
         """The plan for steps of so many samples."""
+        return plan
+
+    def for_all_outputs(self, plan: Plan) -> Plan:
+        """The plan for a backward in which more than the loss is differentiated."""
         return plan
 
     def alone(self, plan: Plan) -> Plan:

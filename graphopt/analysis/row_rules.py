@@ -66,6 +66,7 @@ _SOFTMAX: dict[Any, int] = {
 _NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default})
 """Operators that return the gradient of the input, row by row, then sums over rows."""
 _NORM = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})
+NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -268,6 +269,16 @@ def _looked_up(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return {weight: None, indices: axis} if axis.dim < len(rules.shape(node)) - 1 else None
 
 
+def _picked(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+    """The gradient of what an NLL loss reads, (N, classes)."""
+    gradient, log_probabilities, labels, *others = arguments(node)
+    if axis.dim != 0 or len(rules.shape(node)) != 2 or labels is gradient:
+        return None
+    found: dict[fx.Node, Axis | None] = {n: None for n in others if isinstance(n, fx.Node)}
+    found[gradient] = axis if len(rules.shape(gradient)) == 1 else None
+    return {**found, log_probabilities: axis, labels: axis}
+
+
 def _joined(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     """Tensors side by side along another dimension."""
     dim = (arguments(node)[1] if len(arguments(node)) > 1 else 0) % len(rules.shape(node))
@@ -290,5 +301,6 @@ RULES: dict[Any, Callable[[Sizes, fx.Node, Axis], Read | None]] = {
     aten.select_backward.default: _moved(_with_one_more),
     aten.expand.default: elementwise,
     aten.embedding.default: _looked_up,
+    NLL_BACKWARD: _picked,
     aten.cat.default: _joined,
 }

@@ -158,4 +158,16 @@ def _llama() -> Case:
     return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": labels}
 
 
-MODELS: dict[str, Callable[[], Case]] = {"minilm": _minilm, "bert": _bert, "vit": _vit, "llama": _llama}
+def _masked() -> Case:
+    """Masked tokens, 15 % of all, that alone have labels."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    inputs = _text(30_000, 2, samples=16, tokens=64)
+    chosen_tokens = torch.rand(inputs["input_ids"].shape) < 0.15
+    labels = inputs["input_ids"].masked_fill(~chosen_tokens, -100)
+    masked = inputs["input_ids"].masked_fill(chosen_tokens, 103)
+    return BertForMaskedLM(BertConfig(num_hidden_layers=4)).train(), {**inputs, "input_ids": masked, "labels": labels}
+
+
+MODELS: dict[str, Callable[[], Case]] = {"minilm": _minilm, "bert": _bert, "vit": _vit, "llama": _llama, "masked": _masked}

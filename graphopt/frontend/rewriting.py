@@ -86,9 +86,9 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
 
 def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
     """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
-    others = [p for p in plan.passes if not technique(p).loss_alone]
-    if len(others) < len(plan.passes) and len(for_loss_alone(graph).inputs) < len(graph.inputs):
-        plan = plan.with_passes(others)
+    if len(for_loss_alone(graph).inputs) < len(graph.inputs):
+        for rewrite in plan.passes:
+            plan = technique(rewrite).for_all_outputs(plan)
     if plan.samples:
         try:
             reason = _unsampled(plan, graph, found.region, host.planned(), trial)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.budget import Budget
+from graphopt.calls import flatten_call
+from graphopt.compat import fake_mode_of
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import ImportanceError
 from graphopt.graph import TrainingGraph
@@ -51,7 +53,8 @@ def make_plan(
     if budget.memory is not None:
         passes = without_gradients(passes)  # a full backward may be just what does not fit
     plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer), not_needed=left_out)
-    planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, not_separable)
+    inputs = _inputs(graph, args, kwargs, ranks)
+    planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, not_separable, inputs)
     for rewrite in passes:
         plan = technique(rewrite).before_selection(plan, planning)
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss, ranks)
@@ -64,6 +67,17 @@ def make_plan(
     for rewrite in plan.passes:
         plan = technique(rewrite).after_selection(plan, planning)
     return plan
+
+
+def _inputs(
+    graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks | None
+) -> tuple[tuple[str, ...], tuple[Tensor, ...], int] | None:
+    """See `Planning`."""
+    call = flatten_call(args, kwargs)
+    known = fake_mode_of(call.tensors) is None and not any(t.is_meta for t in call.tensors)
+    if graph.out_spec is None or not known or (ranks is not None and ranks.size > 1):
+        return None
+    return call.names, call.tensors, graph.batch_size
 
 
 def _with_selection(

@@ -114,7 +114,7 @@ class OptimizedModule(PlannedModule):
         plan, states = self._plan, self.states.values()
         self._wrapping.check(self)
         for state in states:
-            plan = state.before_forward(plan, self._model)
+            plan = state.before_forward(plan, self._model, args, kwargs)
         before = self._fallback.model_runs
         output = self._planned_step(plan, args, kwargs)
         step = self._running.step if self._fallback.model_runs == before else None

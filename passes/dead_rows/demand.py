@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from graphopt.passes.dead_rows.of_each import known_before
+from graphopt.passes.dead_rows.of_each import RowsOfEach, known_before
 from graphopt.passes.dead_rows.places import Places, Rows, put_back_at, read_places, rules_of
 from torch import fx
 
@@ -26,7 +26,7 @@ class Demand:
     """What can be computed on some rows alone.
 
     Attributes:
-        name: the first parameter that reads only these rows, or "the output".
+        name: the first parameter that reads only these rows, or "the output"; "the loss" if they are those with a label.
         rows: which.
         takes: nodes of the forward that take these rows, and no others, of a tensor.
         narrow: nodes that need be computed for these rows alone, and where the rows are in their results.
@@ -44,10 +44,14 @@ class Demand:
     flops: int
 
 
-def find_demands(graph: TrainingGraph) -> list[Demand]:
-    """Every set of rows by which a step can be made cheaper, each as if it were the only one."""
+def find_demands(graph: TrainingGraph, labelled: float | None = None) -> list[Demand]:
+    """Every set of rows by which a step can be made cheaper, each as if it were the only one.
+
+    Args:
+        labelled: the part of each sample's rows whose label may count, where a loss ignores others; None: all.
+    """
     found: list[Demand] = []
-    for rows, takes in read_places(graph):
+    for rows, takes in read_places(graph, labelled):
         if any(arguments(take)[0] in demand.narrow for demand in found for take in takes):
             continue
         demand = _demand(graph, rows, takes)
@@ -72,7 +76,8 @@ def _demand(graph: TrainingGraph, rows: Places, takes: Mapping[fx.Node, Axis]) -
     saved = sum(graph.at(node_flops(node), graph.batch_size) for node in (*narrow, *sums))
     used = {take: axis for take, axis in takes.items() if arguments(take)[0] in narrow}
     flops = int(saved * (1 - rows.count / rows.length)) if used or sums else 0
-    return Demand(_name(graph, takes), rows, used, narrow, frozenset(zeros), sums, flops)
+    name = "the loss" if isinstance(rows, RowsOfEach) and rows.ignored is not None else _name(graph, takes)
+    return Demand(name, rows, used, narrow, frozenset(zeros), sums, flops)
 
 
 def _zeros(graph: TrainingGraph, rules: Rules, rows: Places) -> tuple[dict[fx.Node, Axis], dict[fx.Node, Read]]:

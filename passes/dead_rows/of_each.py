@@ -1,4 +1,4 @@
-"""One row of each sample, wherever it is, as `x[torch.arange(samples), positions]` reads it."""
+"""Some rows of each sample, wherever they are: one, as `x[torch.arange(samples), positions]` reads it, or those with a label."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import graphopt.passes.dead_rows.ops  # noqa: F401  registers the operator
 import torch
 from torch import fx
 
@@ -20,21 +21,26 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class RowOfEach:
-    """One row of `length` of each sample, by a number that is computed, as that of the last token that is no padding.
+class RowsOfEach:
+    """`count` rows of `length` of each sample.
 
     Attributes:
-        samples, positions: nodes: the numbers from 0 to the number of samples (exclusive), and of each the number of its row.
+        source: the node that says which: the number of each sample's row, or all rows' labels, one sample's after the other's.
         groups: how many samples, as `Rules.number` has it.
+        samples: of rows by number, the numbers from 0 to the number of samples (exclusive).
+        ignored: the label of rows that do not count; None: the source has no labels.
     """
 
     length: int
-    samples: fx.Node
-    positions: fx.Node
+    source: fx.Node
     groups: int
-    count = 1
+    count: int = 1
+    samples: fx.Node | None = None
+    ignored: int | None = None
 
     def __str__(self) -> str:
+        if self.ignored is not None:
+            return f"{self.count} rows of {self.length} of each sample, those with a label among them"
         return f"one row of {self.length} of each sample"
 
 
@@ -54,7 +60,7 @@ class OfEach(Rules):
     """What is row by row, and sample by sample: rows of different samples are different ones.
 
     Attributes:
-        groups: how many samples; see `RowOfEach`.
+        groups: how many samples; see `RowsOfEach`.
     """
 
     groups: int = 0
@@ -122,7 +128,7 @@ def _paired(row: Axis, sample: Axis | None) -> RowAxis:
     return RowAxis(row.dim, row.inner, sample)
 
 
-def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowOfEach | None:
+def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowsOfEach | None:
     """The rows that `x[torch.arange(B), positions]` takes of x (B, T, ...), or that its backward puts among zeros.
 
     Not of a single sample: its dimension of one element could be anywhere.
@@ -142,10 +148,11 @@ def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowOfEach | None:
     counted = expression(count.meta["val"] if isinstance(count, fx.Node) else count)
     if counted != expression(size) or not isinstance(length, int) or length < 2 or expression(value.shape[0]) != counted:
         return None
-    return RowOfEach(length, samples, positions, size if isinstance(size, int) else Rules(graph, length).number(size))
+    groups = size if isinstance(size, int) else Rules(graph, length).number(size)
+    return RowsOfEach(length, positions, groups, samples=samples)
 
 
-def puts_back(graph: TrainingGraph, rows: RowOfEach, node: fx.Node) -> bool:
+def puts_back(graph: TrainingGraph, rows: RowsOfEach, node: fx.Node) -> bool:
     """Whether a node puts these rows, and no others, among zeros; each its own, not one for all samples."""
     if node.target is not aten.index_put.default or not is_zero(arguments(node)[0]) or row_of_each(graph, node) != rows:
         return False
@@ -156,10 +163,10 @@ def puts_back(graph: TrainingGraph, rows: RowOfEach, node: fx.Node) -> bool:
     return [expression(size) for size in given.shape] == [expression(size) for size in sizes]
 
 
-def needed_for(rows: RowOfEach) -> set[fx.Node]:
+def needed_for(rows: RowsOfEach) -> set[fx.Node]:
     """What the rows' numbers are computed by."""
     needed: set[fx.Node] = set()
-    waiting = [rows.positions]
+    waiting = [rows.source]
     while waiting:
         node = waiting.pop()
         if node not in needed and node.op == "call_function":
@@ -168,37 +175,53 @@ def needed_for(rows: RowOfEach) -> set[fx.Node]:
     return needed
 
 
-def known_before(rows: RowOfEach, narrow: Collection[fx.Node]) -> bool:
+def known_before(rows: RowsOfEach, narrow: Collection[fx.Node]) -> bool:
     """Whether which rows are read can be known before anything is computed on these rows alone."""
     random = torch.Tag.nondeterministic_seeded  # numbers would be drawn in another order
     return not any(node in narrow or random in getattr(node.target, "tags", ()) for node in needed_for(rows))
 
 
-def before_everything(rows: RowOfEach, narrow: Collection[fx.Node], graph: fx.Graph) -> None:
-    """Move what the rows' numbers are computed by to before all nodes that are computed on these rows alone."""
+def before_everything(rows: RowsOfEach, narrow: Collection[fx.Node], graph: fx.Graph) -> fx.Node:
+    """Move what the rows' numbers are computed by to before all nodes that are computed on these rows alone.
+
+    Returns:
+        The first of those.
+    """
     order, needed = list(graph.nodes), needed_for(rows)
     first = next(node for node in order if node in narrow)
     for node in order[order.index(first) :]:
         if node in needed:
             first.prepend(node)
+    return first
 
 
-def places(rows: RowOfEach, split: fx.Node, dim: int, axis: RowAxis, dimensions: int, emit: Emit) -> fx.Node:
-    """For each element of one row of each sample, the number of its row, for `gather` and `scatter`.
+def numbers(rows: RowsOfEach, emit: Emit) -> fx.Node:
+    """The numbers of the rows of each sample (samples, count)."""
+    if rows.ignored is not None:
+        return emit(torch.ops.graphopt.rows_with_label.default, (rows.source, rows.ignored, rows.length, rows.count))
+    behind = emit(aten.add.Tensor, (rows.source, rows.length))
+    number = emit(aten.where.self, (emit(aten.lt.Scalar, (rows.source, 0)), behind, rows.source))  # from the end
+    return emit(aten.reshape.default, (number, [-1, 1]))
+
+
+def places(found: fx.Node, split: fx.Node, dim: int, axis: Axis, dimensions: int, emit: Emit) -> fx.Node:
+    """For each element of some rows of each sample, the number of its row, for `gather` and `scatter`.
 
     Args:
+        found: see `numbers`.
         split: a tensor whose dimension `dim` has the rows, and nothing else; see `split_rows`.
-        axis: where the rows were before, in a tensor of so many `dimensions`.
+        axis: where the rows were before, in a tensor of so many `dimensions`; no `RowAxis` where there is one sample.
     Raises:
         PassError: a size beside them depends on the batch.
     """
     sizes = list(split.meta["val"].shape)
-    at = dim - 1
-    if axis.samples.dim != axis.dim:
+    count = found.meta["val"].shape[1]
+    at = dim - 1 if isinstance(axis, RowAxis) else dim
+    if isinstance(axis, RowAxis) and axis.samples.dim != axis.dim:
         at = axis.samples.dim + (len(sizes) - dimensions if axis.samples.dim > axis.dim else 0)
     if not all(isinstance(size, int) for d, size in enumerate(sizes) if d not in (at, dim)):
         raise PassError(f"{split.name} has sizes beside its samples and rows that depend on the batch.")
-    behind = emit(aten.add.Tensor, (rows.positions, rows.length))
-    number = emit(aten.where.self, (emit(aten.lt.Scalar, (rows.positions, 0)), behind, rows.positions))  # from the end
-    view = emit(aten.reshape.default, (number, [-1 if d == at else 1 for d in range(len(sizes))]))
+    ordered = found if at < dim or count == 1 else emit(aten.t.default, (found,))
+    shape = [count if d == dim else -1 if d == at else 1 for d in range(len(sizes))]
+    view = emit(aten.reshape.default, (ordered, shape))
     return emit(aten.expand.default, (view, [-1 if d in (at, dim) else size for d, size in enumerate(sizes)]))

@@ -1,4 +1,4 @@
-"""Which rows are read: the same ones of every sample, or one row of each sample, wherever it is."""
+"""Which rows are read: the same ones of every sample, or some of each sample, wherever they are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from graphopt.passes.dead_rows.of_each import BEHIND_SAMPLES, OfEach, RowOfEach, puts_back, row_of_each
+from graphopt.passes.dead_rows.labels import axis_of_labels, ignores, labelled_rows
+from graphopt.passes.dead_rows.of_each import BEHIND_SAMPLES, OfEach, RowsOfEach, puts_back, row_of_each
 from torch import fx
 
 from graphopt.analysis.row_axes import Rules
@@ -38,18 +39,24 @@ class Rows:
         return f"{which} of {self.length}"
 
 
-Places = Rows | RowOfEach
+Places = Rows | RowsOfEach
 
 
 def rules_of(graph: TrainingGraph, rows: Places) -> Rules:
     """What is row by row, for these rows."""
-    return OfEach(graph, rows.length, rows.groups) if isinstance(rows, RowOfEach) else Rules(graph, rows.length)
+    if isinstance(rows, RowsOfEach) and rows.groups > 1:
+        return OfEach(graph, rows.length, rows.groups)
+    return Rules(graph, rows.length)
 
 
-def read_places(graph: TrainingGraph) -> Iterator[tuple[Places, Mapping[fx.Node, Axis]]]:
-    """Rows that nodes of the forward take of a tensor, few enough for the others to be left out; and these nodes."""
+def read_places(graph: TrainingGraph, labelled: float | None) -> Iterator[tuple[Places, Mapping[fx.Node, Axis]]]:
+    """Rows that nodes of the forward take of a tensor, few enough for the others to be left out; and these nodes.
+
+    Args:
+        labelled: see `find_demands`.
+    """
     constant: dict[tuple[fx.Node, int], list[tuple[Rows, fx.Node]]] = {}
-    computed: dict[tuple[fx.Node, fx.Node], list[tuple[RowOfEach, fx.Node]]] = {}
+    computed: dict[tuple[fx.Node, fx.Node], list[tuple[RowsOfEach, fx.Node]]] = {}
     for node in graph.graph.nodes:
         if node.target in (aten.select.int, aten.slice.Tensor) and (taken := taken_rows(node)) is not None:
             dim, rows = taken
@@ -57,13 +64,15 @@ def read_places(graph: TrainingGraph) -> Iterator[tuple[Places, Mapping[fx.Node,
             if source.op == "call_function" and rows.count < rows.length:
                 constant.setdefault((source, dim), []).append((rows, node))
         elif node.target is aten.index.Tensor and (one := row_of_each(graph, node)) is not None:
-            computed.setdefault((arguments(node)[0], one.positions), []).append((one, node))
+            computed.setdefault((arguments(node)[0], one.source), []).append((one, node))
     for (_, dim), found in constant.items():
         rows = Rows(found[0][0].length, min(r.start for r, _ in found), max(r.stop for r, _ in found))
         if rows.count <= MOST * rows.length:
             yield rows, {node: Axis(dim) for _, node in found}
     for alike in computed.values():
         yield alike[0][0], {node: BEHIND_SAMPLES for _, node in alike}
+    if labelled is not None:
+        yield from labelled_rows(graph, labelled)
 
 
 def taken_rows(node: fx.Node) -> tuple[int, Rows] | None:
@@ -90,7 +99,9 @@ def taken_rows(node: fx.Node) -> tuple[int, Rows] | None:
 
 def put_back_at(graph: TrainingGraph, rows: Places, node: fx.Node) -> Axis | None:
     """Where a node puts some of these rows, and no others, among zeros; None: it does not."""
-    if isinstance(rows, RowOfEach):
+    if isinstance(rows, RowsOfEach) and rows.ignored is not None:
+        return axis_of_labels(rows) if ignores(rows, node) else None
+    if isinstance(rows, RowsOfEach):
         return BEHIND_SAMPLES if puts_back(graph, rows, node) else None
     if node.target not in (aten.select_backward.default, aten.slice_backward.default) or (put := taken_rows(node)) is None:
         return None

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from graphopt.passes.dead_rows.demand import Demand
-from graphopt.passes.dead_rows.of_each import RowAxis, RowOfEach, before_everything, places
+from graphopt.passes.dead_rows.labels import axis_of_labels
+from graphopt.passes.dead_rows.of_each import RowsOfEach, before_everything, numbers, places
 from graphopt.passes.dead_rows.places import Rows, put_back_at, rules_of, taken_rows
 from torch import fx
 
@@ -37,6 +38,7 @@ class _Narrowing:
     Attributes:
         made: by node and place of the rows, the same on the demanded rows alone.
         padded: by node, the same with zeros in all other rows.
+        numbers: of the rows, where each sample has others.
     """
 
     def __init__(self, graph: TrainingGraph, demand: Demand) -> None:
@@ -48,13 +50,15 @@ class _Narrowing:
         self.padded: dict[fx.Node, fx.Node] = {}
         self.drawn: dict[fx.Node, fx.Node] = {}
         self.sizes: dict[Any, fx.Node] = {}
+        self.numbers: fx.Node | None = None
         self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
 
     def apply(self) -> None:
         """See `narrow`."""
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
-        if isinstance(self.rows, RowOfEach):
-            before_everything(self.rows, self.demand.narrow, self.graph.graph)
+        if isinstance(self.rows, RowsOfEach):
+            first = before_everything(self.rows, self.demand.narrow, self.graph.graph)
+            self.numbers = numbers(self.rows, self._before(first))
         self.sizes = _sizes_of_inputs(self.graph.graph)
         for node in list(self.graph.graph.nodes):
             if node in self.demand.narrow:
@@ -112,7 +116,7 @@ class _Narrowing:
         if node not in self.padded:
             axis = self.demand.narrow[node]
             split, dim = split_rows(self.rules, self.made[node, axis], axis, self.rows.count, self._before(anchor))
-            if isinstance(self.rows, RowOfEach):
+            if isinstance(self.rows, RowsOfEach):
                 whole = self._scattered(split, dim, axis, node, anchor)
             else:
                 whole = self._among_zeros(split, dim, self.rows.length, self.rows.start, anchor)
@@ -122,7 +126,10 @@ class _Narrowing:
     def _take(self, node: fx.Node, axis: Axis) -> None:
         """What is taken of the rows."""
         source = self._narrowed(arguments(node)[0], axis, node)
-        if isinstance(self.rows, RowOfEach):
+        if isinstance(self.rows, RowsOfEach) and self.rows.ignored is not None:
+            node.args = (source, self._narrowed(self.rows.source, axis_of_labels(self.rows), node), *arguments(node)[2:])
+            return
+        if isinstance(self.rows, RowsOfEach):
             node.replace_all_uses_with(self._emit(aten.select.int, (source, axis.dim, 0), node))
             return
         found = taken_rows(node)
@@ -137,11 +144,12 @@ class _Narrowing:
         node.replace_all_uses_with(replaced)
 
     def _is_put_back(self, node: fx.Node, axis: Axis) -> bool:
-        return put_back_at(self.graph, self.rows, node) == axis
+        by_rule = isinstance(self.rows, RowsOfEach) and self.rows.ignored is not None
+        return not by_rule and put_back_at(self.graph, self.rows, node) == axis
 
     def _put_back(self, node: fx.Node, axis: Axis) -> fx.Node:
         """Rows of a gradient among those zeros that are left."""
-        if isinstance(self.rows, RowOfEach):
+        if isinstance(self.rows, RowsOfEach):
             return self._emit(aten.unsqueeze.default, (self._input(arguments(node)[2], None, node), axis.dim), node)
         found = taken_rows(node)
         assert found is not None
@@ -180,22 +188,21 @@ class _Narrowing:
         emit = self._before(anchor)
         if isinstance(self.rows, Rows):
             return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, emit)
-        assert isinstance(axis, RowAxis)
+        assert self.numbers is not None
         split, dim = split_rows(self.rules, node, axis, self.rows.length, emit)
-        where = places(self.rows, split, dim, axis, self._dimensions(node), emit)
+        where = places(self.numbers, split, dim, axis, self._dimensions(node), emit)
         return joined_rows(emit(aten.gather.default, (split, dim, where)), node, axis, emit)
 
     def _scattered(self, part: fx.Node, dim: int, axis: Axis, like: fx.Node, anchor: fx.Node) -> fx.Node:
-        """One row of each sample among zeros."""
-        assert isinstance(axis, RowAxis)
-        assert isinstance(self.rows, RowOfEach)
+        """Some rows of each sample among zeros."""
+        assert self.numbers is not None
         sizes = [size if isinstance(size, int) else self.sizes.get(expression(size)) for size in part.meta["val"].shape]
         sizes[dim] = self.rows.length
         if None in sizes:
             raise PassError(f"{like.name} has a size that is computed nowhere.")
         emit = self._before(anchor)
         zeros = emit(aten.new_zeros.default, (part, sizes))
-        where = places(self.rows, part, dim, axis, self._dimensions(like), emit)
+        where = places(self.numbers, part, dim, axis, self._dimensions(like), emit)
         return emit(aten.scatter.src, (zeros, dim, where, part))
 
     def _dimensions(self, node: fx.Node) -> int:

@@ -67,7 +67,7 @@ class Reduction(State):
         finally:
             self._local = before
 
-    def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
+    def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """The plan without collectives where gradients of other steps are to be averaged with those of this one."""
         self._gathers = self._local or not self._averages_inside(active_ddp())
         if not (self._gathers or self.pending):

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from graphopt.passes.linear_cross_entropy.matrices import NLL, NLL_BACKWARD, NONE, PRODUCTS, NotSeparable, as_matrices
+from graphopt.passes.linear_cross_entropy.matrices import NONE, PRODUCTS, NotSeparable, as_matrices
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
-from graphopt.analysis.row_rules import Axis, Read, arguments, first_value
+from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, Axis, Read, arguments, first_value
 from graphopt.graph import TrainingGraph, ancestors, descendants
 from graphopt.runtime.draws import draws
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphopt.analysis.row_rules import VIEWS, arguments, is_elementwise
+from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, arguments, is_elementwise
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
@@ -22,7 +22,6 @@ from graphopt.transforms.edit import ORIGIN, insert_node
 
 aten = torch.ops.aten
 
-NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
 NONE, MEAN = 0, 1
 """Of `nll_loss_forward`: its `reduction`."""
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from graphopt.passes.linear_cross_entropy.heads import BY_TOKEN, Head
-from graphopt.passes.linear_cross_entropy.matrices import NLL, NLL_BACKWARD, NotSeparable
+from graphopt.passes.linear_cross_entropy.matrices import NotSeparable
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.liveness import is_view
 from graphopt.analysis.row_axes import Rules
-from graphopt.analysis.row_rules import VIEWS, WITH_SIZES, Axis, arguments, first_value
+from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, WITH_SIZES, Axis, arguments, first_value
 from graphopt.compat import expression
 from graphopt.graph import TrainingGraph
 from graphopt.ops.by_tokens import BLOCK_BYTES, Program, Result, log_softmax_, softmax_gradient_

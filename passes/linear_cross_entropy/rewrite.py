@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from graphopt.passes.linear_cross_entropy.heads import Head
-from graphopt.passes.linear_cross_entropy.matrices import NLL
 from graphopt.passes.linear_cross_entropy.program import workspace, write
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
-from graphopt.analysis.row_rules import arguments
+from graphopt.analysis.row_rules import NLL, arguments
 from graphopt.compat import IN_FORWARD, fake_mode_of
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import ORIGIN, insert_node

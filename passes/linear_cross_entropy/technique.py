@@ -68,7 +68,6 @@ class LinearCrossEntropy(Technique):
     preserves = Preserves.EXACT
     serves = ()
     by_part = True
-    loss_alone = True
     decides = Chunk
     unneeded = "no logits are large enough"
 
@@ -87,6 +86,10 @@ class LinearCrossEntropy(Technique):
         if plan.memory is not None and self.applicable(planning.graph):
             return plan
         return plan.without(self, "rows of logits are left out instead" if _samples(plan) else self.unneeded)
+
+    def for_all_outputs(self, plan: Plan) -> Plan:
+        """Without itself."""
+        return plan.with_passes([p for p in plan.passes if p.name != self.name])
 
     def finer(self, plan: Plan, graph: TrainingGraph) -> Plan | None:
         """Half as many tokens at a time."""

@@ -81,7 +81,7 @@ class Subspaces(State):
     def _drawn(self, shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Subspace:
         return draw_subspace(shape, self.rewrite.subspace, self.rewrite.nonzeros, self.generator).to(device, dtype)
 
-    def before_forward(self, plan: Plan, model: nn.Module) -> Plan:
+    def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """See `State`: now and then a step looks whether the projectors still represent the gradients.
 
         Raises:

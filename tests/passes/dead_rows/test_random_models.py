@@ -18,7 +18,7 @@ LAYERS = [
     "linear", "norm", "gelu", "softmax", "heads", "gate", "table", "attention", "mixture", "rms", "residual", "where", "pair",
     "transposed", "flat", "permuted", "sum", "cat", "half",
 ]  # fmt: skip
-PICKS = ["first", "last", "two", "both", "hidden"]
+PICKS = ["first", "last", "two", "both", "hidden", "labels", "labels and logits"]
 
 
 class Chain(nn.Module):
@@ -31,10 +31,15 @@ class Chain(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in layers)
         self.tables = nn.ParameterList(nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in layers)
         self.head = nn.Linear(WIDTH, 2)
+        self.register_buffer("labels", torch.tensor([-100, 1, -100, -100, 0]))
 
     def forward(self, x: Tensor) -> Any:
         for kind, linear, norm, table in zip(self.layers, self.linears, self.norms, self.tables, strict=True):
             x = layer(kind, x, linear, norm, table)
+        if self.pick.startswith("labels"):
+            logits = self.head(x)
+            loss = F.cross_entropy(logits.flatten(0, 1), self.labels.expand(x.shape[0], -1).flatten(), reduction="sum")
+            return (loss, logits) if self.pick == "labels and logits" else loss
         taken = {
             "first": lambda: x[:, 0], "last": lambda: x[:, -1], "two": lambda: x[:, 1:3].sum(1),
             "both": lambda: x[:, 0] * x[:, 1], "hidden": lambda: x[:, 2],
@@ -76,7 +81,9 @@ def test_gradients_of_random_chains_are_exact(layers: list[str], pick: str) -> N
     torch.manual_seed(len(layers))
     model, x = Chain(layers, pick), torch.randn(SAMPLES, ROWS, WIDTH)
 
-    def everything(graph: Any) -> list[str]:
-        return [site.name for site in DeadRows().applicable(graph)]
+    rewrite = DeadRows(labelled=0.5)
 
-    check_pass(DeadRows(), model, (x,), everything, dtypes=(torch.float64,))
+    def everything(graph: Any) -> list[str]:
+        return [site.name for site in rewrite.applicable(graph)]
+
+    check_pass(rewrite, model, (x,), everything, dtypes=(torch.float64,))

@@ -1,0 +1,47 @@
+"""Whether a batch has no more rows with a label than a step has places for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from graphopt.passes.dead_rows.labels import STEPS, Labelled, counted, places_for
+from graphopt.passes.state import State
+from torch import nn
+
+from graphopt.calls import flatten_call
+from graphopt.frontend.batch import batch_size
+from graphopt.graph import TrainingGraph
+
+if TYPE_CHECKING:
+    from graphopt.planner.plan import Plan
+    from graphopt.runtime.module import OptimizedModule
+
+
+class BatchLabels(State):
+    """Counts the labels of every batch, and has one with too many computed in full."""
+
+    saved = False
+
+    def __init__(self, opt: OptimizedModule) -> None:
+        self._opt = opt
+        self._in_full: tuple[Plan, Plan] | None = None
+
+    def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """See `State`."""
+        decision = plan.decisions.get("dead_rows")
+        if not isinstance(decision, Labelled) or decision.part is None or self._fits(decision, args, kwargs):
+            return plan
+        if self._in_full is None or self._in_full[0] is not plan:  # the same plan for all such batches
+            self._in_full = plan, plan.decided("dead_rows", Labelled(STEPS, decision.names))
+        return self._in_full[1]
+
+    def _fits(self, decision: Labelled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        assert decision.part is not None
+        graph: TrainingGraph | None = self._opt.graph
+        if graph is None:  # of a model that was unpickled, before its first step
+            return False
+        call = flatten_call(args, kwargs)
+        tensors = dict(zip(call.names, call.tensors, strict=True))
+        inputs = {i: tensors[name] for i, name in enumerate(decision.names) if name in tensors}
+        found = counted(graph, inputs, batch_size(args, kwargs, self._opt.captures.batch_dim))
+        return found is not None and all(most <= places_for(length, decision.part) for most, length in found)

@@ -1,0 +1,33 @@
+"""An operator that finds the rows of each sample whose label counts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphopt.ops.library import library
+
+
+def rows_with_label(labels: Tensor, ignored: int, length: int, count: int) -> Tensor:
+    """The numbers of `count` rows of each sample, each once, those whose label counts first.
+
+    Args:
+        labels: of all rows, `length` for each sample.
+        ignored: the label of rows that do not count.
+    Returns:
+        (samples, count).
+    Raises:
+        RuntimeError: a sample has more rows that count; on a GPU the device asserts it.
+    """
+    counts = labels.reshape(-1, length) != ignored
+    torch._assert_async((counts.sum(1) <= count).all(), f"a sample has more than {count} rows whose label counts")
+    return counts.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
+
+
+library.define("rows_with_label(Tensor labels, int ignored, int length, int count) -> Tensor")
+library.impl("rows_with_label", rows_with_label, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("graphopt::rows_with_label", lib=library)
+def _(labels: Tensor, ignored: int, length: int, count: int) -> Tensor:
+    return labels.new_empty((labels.numel() // length, count), dtype=torch.int64)

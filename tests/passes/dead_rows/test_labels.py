@@ -1,0 +1,210 @@
+"""Rows whose label is ignored are not computed, and no gradient changes, however many labels a batch has."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from graphopt.passes import DeadRows, LinearCrossEntropy
+from torch import Tensor, nn
+
+import graphopt
+from graphopt import Budget, PassError
+from graphopt.capture import capture
+from graphopt.testing import PassCheck, check_pass, check_passes
+from tests.long_forms import long
+from tests.passes.dead_rows.test_technique import WIDTH, Block
+
+IGNORED = -100
+CLASSES = 20
+
+
+class LanguageModel(nn.Module):
+    """Blocks and a head; returns the loss of the next token, and the logits if asked."""
+
+    def __init__(self, logits: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(causal=True), Block(causal=True))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.logits, self.options = logits, options
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.head(self.norm(self.blocks(x)))
+        ignored = self.options.get("ignore_index", IGNORED)
+        following = nn.functional.pad(labels, (0, 1), value=ignored)[:, 1:]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.reshape(-1), **self.options)
+        return (loss, logits) if self.logits else loss
+
+
+def prompts(samples: int = 3, rows: int = 8, labelled: int = 3, ignored: int = IGNORED) -> tuple[Tensor, Tensor]:
+    """A batch whose samples have labels in their last rows, every second sample one less."""
+    labels = torch.randint(0, CLASSES, (samples, rows))
+    for sample in range(samples):
+        labels[sample, : rows - labelled + sample % 2] = ignored
+    return torch.randn(samples, rows, WIDTH), labels
+
+
+def checked(model: nn.Module, batch: tuple[Tensor, Tensor], labelled: float = 0.5) -> PassCheck:
+    """The pass held to its contract in both precisions, where it finds a loss."""
+    rewrite = DeadRows(labelled)
+    return check_pass(rewrite, model, batch, lambda graph: [site.name for site in rewrite.applicable(graph)])[-1]
+
+
+@pytest.mark.parametrize("samples", [3, 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"ignore_index": 7},
+        {"weight": torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)},
+        {"logits": True},
+    ],
+    ids=str,
+)
+def test_a_loss_that_ignores_labels(samples: int, options: dict[str, Any]) -> None:
+    class Weighted(LanguageModel):
+        def forward(self, x: Tensor, labels: Tensor) -> Any:
+            given = self.options.get("weight")
+            self.options |= {"weight": given.to(x.dtype)} if given is not None else {}
+            return super().forward(x, labels)
+
+    report = checked(Weighted(**options), prompts(samples, ignored=options.get("ignore_index", IGNORED))).report
+    assert report.changes.changed == ("the loss",)
+    assert report.step_flops_after < 0.93 * report.step_flops_before
+
+
+@pytest.mark.parametrize("options", [{"reduction": "none"}, {"label_smoothing": 0.1}], ids=str)
+def test_other_losses(options: dict[str, Any]) -> None:
+    class Mean(LanguageModel):
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(x, labels).mean()
+
+    checked(Mean(**options), prompts())
+
+
+def test_no_place_is_left_for_a_label_in_the_wrong_batch() -> None:
+    with pytest.raises(RuntimeError, match="a sample has more than 4 rows whose label counts"):
+        checked(LanguageModel(), prompts(labelled=7))
+    with pytest.raises(PassError, match="labelled=0 is no part of the rows"):
+        DeadRows(0)
+
+
+def gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    output = model(*batch)
+    (output[0] if isinstance(output, tuple) else output).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_batches_with_more_labels_are_computed_in_full() -> None:
+    model, batch = LanguageModel(), prompts()
+    opt = graphopt.optimize(copy.deepcopy(model), batch, backend="aot_eager", verify=True)
+    assert "the loss reads 4 rows of 8 of each sample, those with a label among them" in str(opt.report)
+    for labelled, compilations in ((4, 1), (7, 2), (2, 2), (8, 2), (0, 2)):
+        batch = prompts(labelled=labelled)
+        for ours, eager in zip(gradients(opt, batch), gradients(model, batch), strict=True):
+            torch.testing.assert_close(ours, eager, equal_nan=True)
+        assert opt.counters.compilations == compilations
+        assert opt.last_step is not None
+        narrow = any(node.name.startswith("rows_with_label") for node in opt.last_step.graph.graph.nodes)
+        assert narrow == (labelled <= 4)
+
+
+def test_labels_by_name_in_another_order_and_other_sizes() -> None:
+    model = LanguageModel()
+    x, labels = prompts()
+    opt = graphopt.optimize(copy.deepcopy(model), {"x": x, "labels": labels}, backend="aot_eager")
+    for samples, rows in ((3, 8), (5, 8), (2, 16), (1, 4)):
+        x, labels = prompts(samples, rows, rows // 3)
+        model.zero_grad()
+        opt.zero_grad()
+        opt(labels=labels, x=x).backward()
+        model(x, labels).backward()
+        for ours, eager in zip(opt.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, eager.grad)
+        assert opt.last_step is not None
+        assert ("rows_with_label" in str(opt.last_step.graph.graph)) == (rows == 8)  # of several lengths, the length is a symbol
+
+
+def test_logits_that_are_differentiated_after_all() -> None:
+    """The step runs again for their gradients, with all rows."""
+    model, batch = LanguageModel(logits=True), prompts()
+    opt = graphopt.optimize(copy.deepcopy(model), batch, backend="aot_eager")
+    assert "the loss reads" in str(opt.report)
+    for _ in range(2):
+        for run in (model, opt):
+            run.zero_grad()
+            loss, logits = run(*batch)
+            (loss + logits.square().mean()).backward()
+        for ours, eager in zip(opt.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, eager.grad)
+
+
+def test_where_more_may_not_be_computed_than_planned_nothing_is_left_out() -> None:
+    model, batch = LanguageModel(), prompts()
+    for budget in (Budget(memory="1GiB"), Budget(variance=0.1)):
+        opt = graphopt.optimize(copy.deepcopy(model), batch, budget, backend="aot_eager")
+        assert "dead_rows" not in opt.plan.decisions
+    opt = graphopt.optimize(copy.deepcopy(model), prompts(labelled=8), backend="aot_eager")
+    assert "dead_rows" not in opt.plan.decisions
+    captured = capture(model, batch)
+    assert not DeadRows().applicable(captured)
+    assert [site.name for site in DeadRows(0.5).applicable(captured)] == ["the loss"]
+
+
+def test_beside_a_head_in_chunks_and_within_a_budget() -> None:
+    model, batch = LanguageModel(), prompts()
+    check_passes([(DeadRows(0.5), None), (LinearCrossEntropy(2), None)], model, batch)
+    opt, whole = (graphopt.optimize(copy.deepcopy(model), batch, 0.6, p, "aot_eager") for p in ("auto", ["greentrainer"]))
+    assert opt.report.trained > whole.report.trained  # what is saved trains more
+    assert opt.report.flops_ratio <= 0.6
+
+
+def masked_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A tiny masked or causal language model, and a batch."""
+    import transformers
+
+    common = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    common |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    own = {
+        "DistilBertForMaskedLM": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 50},
+        "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50},
+        "T5ForConditionalGeneration": {
+            "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50, "decoder_start_token_id": 0,
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**own.get(name, common))).train()
+    ids = torch.randint(3, 50, (3, 16))
+    return model, {"input_ids": ids, "labels": ids.masked_fill(torch.arange(16) % 8 > 0, IGNORED)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BertForMaskedLM",
+        "LlamaForCausalLM",
+        *long(
+            "RobertaForMaskedLM", "DistilBertForMaskedLM", "ModernBertForMaskedLM", "GPT2LMHeadModel", "Qwen3ForCausalLM",
+            "Gemma2ForCausalLM", "T5ForConditionalGeneration",
+        ),
+    ],
+)  # fmt: skip
+def test_language_models(name: str) -> None:
+    model, inputs = masked_model(name)
+    opt = graphopt.optimize(copy.deepcopy(model), inputs, backend="aot_eager", outputs="loss")
+    for part in (8, 2):
+        inputs["labels"] = inputs["input_ids"].masked_fill(torch.arange(16) % part > 0, IGNORED)
+        for run in (model, opt):
+            run.zero_grad()
+            torch.manual_seed(0)  # dropout included
+            run(**inputs).loss.backward()
+        largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+        for parameter, other in zip(model.parameters(), opt.parameters(), strict=True):
+            if parameter.grad is not None:
+                assert (parameter.grad - other.grad).abs().max() <= 1e-5 * largest
+        assert part != 8 or opt.report.flops_ratio < 0.93
