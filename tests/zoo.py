@@ -82,10 +82,10 @@ def _causal(model: nn.Module, batch: int) -> tuple[nn.Module, dict[str, Tensor]]
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def _llama(batch: int) -> Any:
+def _llama(batch: int, layers: int = 1) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
                          num_key_value_heads=2, vocab_size=VOCABULARY, pad_token_id=0)  # fmt: skip
     return _causal(LlamaForCausalLM(config), batch)
 
@@ -98,10 +98,12 @@ def _opt(batch: int) -> Any:
     return _causal(OPTForCausalLM(config), batch)
 
 
-def _gpt2(batch: int) -> Any:
+def _gpt2(batch: int, layers: int = 1) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=1, eos_token_id=2)
+    config = GPT2Config(
+        n_embd=32, n_layer=layers, n_head=4, vocab_size=VOCABULARY, n_positions=64, bos_token_id=1, eos_token_id=2
+    )
     return _causal(GPT2LMHeadModel(config), batch)
 
 
@@ -131,20 +133,20 @@ def _t5(batch: int, tied: bool) -> Any:
     return model, {"input_ids": tokens(batch), "labels": tokens(batch, 7)}
 
 
-def _vit(batch: int) -> Any:
+def _vit(batch: int, layers: int = 1) -> Any:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=16,
+    config = ViTConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4, image_size=16,
                        patch_size=8, num_labels=3)  # fmt: skip
     return ViTForImageClassification(config), {
         "pixel_values": torch.randn(batch, 3, 16, 16), "labels": torch.randint(0, 3, (batch,))
     }  # fmt: skip
 
 
-def _lora(batch: int) -> Any:
+def _lora(batch: int, layers: int = 1) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    model, inputs = _llama(batch)
+    model, inputs = _llama(batch, layers)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -157,14 +159,14 @@ def _conv(batch: int) -> Any:
 
 
 def _lstm(batch: int) -> Any:
-    return Recurrent(), (tokens(batch, 5), torch.randint(0, 3, (batch,)))
+    return Recurrent(), (tokens(batch, 3), torch.randint(0, 3, (batch,)))
 
 
 def _mlp(batch: int) -> Any:
     return MLP(), (torch.randn(batch, 5), torch.randint(0, 3, (batch,)))
 
 
-FACTORIES: dict[str, Callable[[int], Any]] = {
+FACTORIES: dict[str, Callable[..., Any]] = {
     "mlp": _mlp,
     "llama": _llama,
     "opt": _opt,
@@ -180,11 +182,13 @@ FACTORIES: dict[str, Callable[[int], Any]] = {
 }
 
 
-def make(name: str, batch: int = 4, dtype: torch.dtype = torch.float32, dropout: bool = False) -> tuple[nn.Module, Any]:
-    """A model in training mode and a batch for it, the same for every call."""
+def make(
+    name: str, batch: int = 4, dtype: torch.dtype = torch.float32, dropout: bool = False, **options: int
+) -> tuple[nn.Module, Any]:
+    """A model in training mode and a batch for it, the same for every call; `options` are its factory's."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model, inputs = FACTORIES[name](batch)
+        model, inputs = FACTORIES[name](batch, **options)
     if not dropout:
         without_dropout(model)
     cast = lambda t: t.to(dtype) if t.is_floating_point() else t  # noqa: E731

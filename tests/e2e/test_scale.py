@@ -1,14 +1,18 @@
-"""Analysis of a 7-billion-parameter model whose weights exist nowhere stays small."""
+"""Analysis of a model with the layers of one of 7 billion parameters, whose weights exist nowhere, stays small."""
 
 import json
 import subprocess
 import sys
 
+import pytest
+
+from tests.long_forms import long
+
 PROGRAM = """
 import json, resource, torch, graphopt
 from transformers import LlamaConfig, LlamaForCausalLM
 with torch.device("meta"):
-    model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16"))
+    model = LlamaForCausalLM(LlamaConfig(dtype="bfloat16", num_hidden_layers=LAYERS))
 ids = torch.zeros((4, 512), dtype=torch.long)
 analysis = graphopt.analyze(model, {"input_ids": ids, "labels": ids}, backend="aot_eager")
 flops, memory = analysis.flops, analysis.memory
@@ -18,16 +22,19 @@ print(json.dumps({"step": flops.step, "rows": len(flops.tensors), "peak": peak,
 """
 
 
-def test_llama_7b_is_analysed_in_under_2_gb() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("layers", [6, *long(32)])  # six have 1.5 billion parameters: 2.9 GB, if they existed
+def test_llama_7b_is_analysed_in_under_2_gb(layers: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("LAYERS", str(layers))], capture_output=True, text=True, check=True
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["peak"] < 2e9
-    assert found["rows"] == 291
+    assert found["rows"] == 9 * layers + 3
     # Six multiply-adds' worth per weight and token but for the embedding, and attention on top.
-    weights = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
+    weights = layers * (4 * 4096 * 4096 + 3 * 4096 * 11008) + 32000 * 4096
     # Parameters and two AdamW states, and a step count per tensor; the embedding is 32000 x 4096.
-    parameters = weights + 32000 * 4096 + 65 * 4096
+    parameters = weights + 32000 * 4096 + (2 * layers + 1) * 4096
     assert 12 * parameters <= found["static"] <= 12 * parameters + 10**6
     assert found["static"] < found["memory"] < found["double"]
-    attention = 32 * 4 * 512 * 512 * 4096 * (4 + 10)
+    attention = layers * 4 * 512 * 512 * 4096 * (4 + 10)
     assert found["step"] == 6 * 4 * 512 * weights + attention
