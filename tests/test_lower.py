@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt.capture import capture_to_run
 from tests import zoo
+from tests.long_forms import long
 from tests.measure import peak_and_rest
 
 
@@ -150,10 +151,10 @@ def test_other_memory_layouts_of_inputs_and_weights() -> None:
     torch.testing.assert_close(opt(x.contiguous(memory_format=torch.channels_last), labels)["logits"], expected)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_after_a_step_nothing_is_left_but_the_gradients(backend: str) -> None:
-    model, inputs = zoo.make("bert", 16)
-    opt = graphopt.optimize(model, inputs, backend=backend)
+@pytest.mark.parametrize(("name", "backend"), [("bert", "aot_eager"), ("mlp", "inductor"), *long(("bert", "inductor"))])
+def test_after_a_step_nothing_is_left_but_the_gradients(name: str, backend: str) -> None:
+    model, inputs = zoo.make(name, 16)
+    opt = graphopt.optimize(zoo.in_one_block(model), inputs, backend=backend)
 
     def step() -> None:
         zoo.loss_of(zoo.call(opt, inputs)).backward()

@@ -14,6 +14,7 @@ from torch import nn
 from graphopt.calls import as_call, flatten_call
 from graphopt.capture import capture
 from tests import shared_captures, zoo
+from tests.long_forms import long
 
 
 def traces(models: list[tuple[nn.Module, Any]]) -> int:
@@ -28,7 +29,7 @@ def traces(models: list[tuple[nn.Module, Any]]) -> int:
         return int(trace.call_count)
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "lora"])
+@pytest.mark.parametrize("name", ["mlp", "lora", *long("bert")])
 def test_equal_models_share_a_trace_whatever_their_weights(name: str) -> None:
     (first, inputs), (second, others) = zoo.make(name), zoo.make(name)
     with torch.no_grad():
