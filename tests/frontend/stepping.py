@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from tests.long_forms import long
 
 Call = Callable[[Any, Any, int], Tensor]
 """From what is called, the model that holds the attributes, and the number of the step to the loss."""
 
 
-BUDGETS = pytest.mark.parametrize("budget", [None, 0.7])
+BUDGETS = pytest.mark.parametrize("budget", [0.7, *long(None)])
+"""A budget's steps are compared in all but what is cut; what is compared without one, other tests of the same files are about."""
 
 
 class Two(nn.Module):

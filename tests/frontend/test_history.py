@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.frontend.history import needs_gradient
+from tests.long_forms import long
 
 
 class Square(torch.autograd.Function):
@@ -66,8 +67,9 @@ class Parts(nn.Module):
         return self.last(torch.tanh(self.third(hidden))).square().mean()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize(
+    ("leaf", "backend"), [(False, "aot_eager"), (True, "aot_eager"), (False, "inductor"), *long((True, "inductor"))]
+)
 def test_parts_below_all_that_is_trained_have_no_backward(leaf: bool, backend: str) -> None:
     torch.manual_seed(0)
     model, x = Parts(leaf), torch.randn(5, 6)

@@ -14,6 +14,7 @@ import graphopt
 from graphopt.errors import GraphoptError
 from graphopt.frontend.outputs import with_backward
 from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager, generated
+from tests.long_forms import long
 from tests.messages import warnings_of
 
 
@@ -51,8 +52,14 @@ LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("used", LOSSES)
+@pytest.mark.parametrize(
+    ("used", "backend"),
+    [
+        *((used, "aot_eager") for used in LOSSES),
+        ("loss and logits", "inductor"),
+        *long(*((used, "inductor") for used in LOSSES if used != "loss and logits")),
+    ],
+)
 def test_gradients_are_exact_whichever_outputs_are_differentiated(used: str, backend: str) -> None:
     """And None, not zeros, for what they do not depend on; buffers are updated once a step."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt.errors import RerunError
 from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager, generated
+from tests.long_forms import long
 
 
 class Shared(nn.Module):
@@ -84,13 +85,19 @@ def assert_as_in_eager(model: Shared, budget: float | None, use: Callable[[dict[
     return opt
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("kind", KINDS)
+ALONE = ("separate", "parameter", "the loss", "halves")
+"""Memory that is shared with nothing, with a parameter, with the loss, and by two outputs: the others repeat one of these."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "use"),
+    [case if use == "all" or kind in ALONE else long(case)[0] for kind in KINDS for use in USES for case in [(kind, use)]],
+)
 def test_outputs_that_share_memory(kind: str, use: str) -> None:
     assert_as_in_eager(Shared(kind), None, USES[use])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*ALONE, *long(*(kind for kind in KINDS if kind not in ALONE))])
 def test_outputs_that_share_memory_under_a_budget(kind: str) -> None:
     assert_as_in_eager(Shared(kind), 0.7, USES["all"])
 

@@ -17,6 +17,7 @@ from graphopt.analysis.flops import flop_profile
 from graphopt.capture import capture
 from graphopt.frontend.recording import record
 from tests.frontend.stepping import assert_gradients, assert_steps_as_in_eager, generated
+from tests.long_forms import long
 from tests.messages import warnings_of
 
 
@@ -68,8 +69,13 @@ def test_all_parts_together_cost_what_the_model_without_breaks_costs(breaks: tup
     assert [p.name for p in recording.graph.parameters] == names
 
 
-@pytest.mark.parametrize("budget", [None, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("breaks", [(2,), (1, 2, 3)])
+@pytest.mark.parametrize(
+    ("breaks", "budget"),
+    [
+        *(((2,), None), ((2,), 0.7), ((1, 2, 3), 0.5), ((1, 2, 3), 0.9)),
+        *long(((2,), 0.5), ((2,), 0.9), ((1, 2, 3), None), ((1, 2, 3), 0.7)),
+    ],
+)
 def test_steps_of_several_parts_are_exact_and_within_the_budget(breaks: tuple[int, ...], budget: float | None) -> None:
     with warnings_of() as warned:
         opt = assert_steps_as_in_eager(Stack(breaks), batch(9), call, budget)
