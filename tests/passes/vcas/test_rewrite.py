@@ -239,7 +239,7 @@ def test_variance_is_the_one_stated() -> None:
     assert float(measured.mean()) == pytest.approx(analytic, abs=5 * float(measured.std()) / len(draws) ** 0.5)
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert", "vit"])
+@pytest.mark.parametrize("name", ["mlp", "bert", *long("vit")])
 def test_kept_in_full_the_graph_is_untouched(name: str) -> None:
     model, inputs = made(name, 6, torch.float32)
     graph = capture_to_run(model, *as_call(inputs))
