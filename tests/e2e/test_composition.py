@@ -29,7 +29,7 @@ def batches(name: str, count: int, size: int = 8) -> list[Any]:
 
 
 def optimised(name: str, flops: float, **lsp: Any) -> tuple[nn.Module, Any, Any, list[Any]]:
-    model, _ = zoo.make(name, 8)
+    model = zoo.make("lora", 8, layers=2)[0] if name == "lora" else zoo.in_one_block(zoo.make(name, 8)[0])
     data = batches(name, 4)
     opt = graphopt.optimize(
         model,

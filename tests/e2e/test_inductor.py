@@ -39,12 +39,13 @@ def test_compiled_training_follows_eager_training_of_the_same_tensors(name: str)
 
 
 def test_dropout_is_drawn_anew_and_a_seed_reproduces_a_run() -> None:
-    losses = []
+    losses, x = [], torch.randn(4, 6)
     for _ in range(2):
-        model, inputs = zoo.make("bert", 4, dropout=True)
-        opt = graphopt.optimize(zoo.in_one_block(model), inputs, budget=0.6)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 1), nn.Flatten(0))
+        opt = graphopt.optimize(model, (x,), budget=0.9)
         torch.manual_seed(3)
-        losses.append([zoo.call(opt, inputs).loss.item() for _ in range(3)])
+        losses.append([opt(x).square().sum().item() for _ in range(3)])
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
 
