@@ -190,14 +190,14 @@ class Normed(nn.Module):
         return self.head(x.flatten(1)).square().mean()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_operators_of_several_results_are_computed_again_as_a_whole_or_not_at_all(backend: str) -> None:
+def test_operators_of_several_results_are_computed_again_as_a_whole_or_not_at_all() -> None:
     torch.manual_seed(0)
     model, x = Normed(), torch.randn(6, 2, 5, 1)
     graph = captured(model, (x,))
     for chosen in ([s.name for s in Recompute().applicable(graph)], *([s.name] for s in Recompute().applicable(graph))):
         rewritten, _ = run_pass(Recompute(), graph, chosen)
-        assert step_memory(rewritten, backend).peak_bytes > 0
+        for backend in ("aot_eager", "inductor"):
+            assert step_memory(rewritten, backend).peak_bytes > 0
     for check in check_pass(Recompute(), model, (x,), [s.name for s in Recompute().applicable(graph)]):
         assert check.report.changes.changed
 
