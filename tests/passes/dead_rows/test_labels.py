@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import DeadRows, LinearCrossEntropy
+from graphopt.passes import DeadRows, in_order
 from torch import Tensor, nn
 
 import graphopt
@@ -16,6 +16,7 @@ from graphopt.capture import capture
 from graphopt.testing import PassCheck, check_pass, check_passes
 from tests.long_forms import long
 from tests.passes.dead_rows.test_technique import WIDTH, Block
+from tests.passes.test_composition import PASSES
 
 IGNORED = -100
 CLASSES = 20
@@ -155,9 +156,18 @@ def test_where_more_may_not_be_computed_than_planned_nothing_is_left_out() -> No
     assert [site.name for site in DeadRows(0.5).applicable(captured)] == ["the loss"]
 
 
-def test_beside_a_head_in_chunks_and_within_a_budget() -> None:
+@pytest.mark.parametrize(
+    "others", [("linear_cross_entropy",), ("vcas",), ("greentrainer", "linear_cross_entropy", "lsp")], ids="+".join
+)
+def test_beside_others(others: tuple[str, ...]) -> None:
+    passes = [(DeadRows(0.5), None), *(PASSES[name] for name in others)]
+    places = {id(rewrite): i for i, rewrite in enumerate(in_order([rewrite for rewrite, _ in passes]))}
+    checks = check_passes(sorted(passes, key=lambda pair: places[id(pair[0])]), LanguageModel(), prompts(), draws=100)
+    assert all(report.changes.changed for report in checks[-1].reports)
+
+
+def test_within_a_budget() -> None:
     model, batch = LanguageModel(), prompts()
-    check_passes([(DeadRows(0.5), None), (LinearCrossEntropy(2), None)], model, batch)
     opt, whole = (graphopt.optimize(copy.deepcopy(model), batch, 0.6, p, "aot_eager") for p in ("auto", ["greentrainer"]))
     assert opt.report.trained > whole.report.trained  # what is saved trains more
     assert opt.report.flops_ratio <= 0.6
