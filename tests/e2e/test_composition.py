@@ -105,9 +105,20 @@ def test_training_with_everything_at_once(name: str, schedule: str, monkeypatch:
     assert len(report.approximations) == 3
 
 
-def test_the_report_counts_what_runs_whatever_the_combination() -> None:
+Trained = tuple[nn.Module, Any, Any, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def sampled() -> Trained:
+    """A model whose steps are sampled by now."""
+    torch.manual_seed(0)
     model, opt, optimizer, data = optimised("bert", 0.8)
     train_until_sampled(opt, optimizer, data, steps=7)
+    return model, opt, optimizer, data
+
+
+def test_the_report_counts_what_runs_whatever_the_combination(sampled: Trained) -> None:
+    model, opt, _, data = sampled
     twin = copy.deepcopy(model)
     for batch in (data[0], zoo.rows(data[0], 5)):  # the second is smaller, so that it is not sampled
         opt(**batch).loss.backward()  # compiled here
@@ -121,6 +132,24 @@ def test_the_report_counts_what_runs_whatever_the_combination() -> None:
         assert report.flops_ratio == pytest.approx(ours.get_total_flops() / full.get_total_flops())
         exact = opt._plan.without_sampling().rewrite(opt.graph, opt.last_step.graph.batch_size)[1][-1].step_flops_after
         assert opt.last_step.sampled_part == pytest.approx(ours.get_total_flops() / exact)
+
+
+def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated(
+    sampled: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, opt, optimizer, data = sampled
+    opt(**data[0]).loss.backward()
+    assert opt.last_step.sampled_part < 1
+    before = opt.selected
+    prefer_others(opt, monkeypatch)
+    assert opt.reselect(data[3], optimizer).changed
+    assert opt.controller.ratios == ()
+    new = [n for n in opt.selected - before if n in opt.states["lsp"].weights]
+    opt(**data[0]).loss.backward()
+    optimizer.step()
+    assert opt.last_step is None or opt.last_step.sampled_part == 1.0
+    for n in new:
+        assert not math.isnan(opt.states["lsp"].weights[n].error), n  # compared with its first gradient
 
 
 def test_a_compressed_weight_that_is_not_trained_is_refused() -> None:
@@ -157,22 +186,6 @@ def test_a_selection_that_the_sampler_cannot_carry_out_is_not_made() -> None:
     outcome = opt.reselect(data[1], tolerance=-10.0)
     assert not outcome.changed
     assert opt.selected == first
-
-
-def test_a_new_selection_is_trained_without_sampling_until_it_is_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, opt, optimizer, data = optimised("bert", 0.8)
-    train_until_sampled(opt, optimizer, data, steps=6)
-    assert opt.last_step.sampled_part < 1
-    before = opt.selected
-    prefer_others(opt, monkeypatch)
-    assert opt.reselect(data[3], optimizer).changed
-    assert opt.controller.ratios == ()
-    new = [n for n in opt.selected - before if n in opt.states["lsp"].weights]
-    opt(**data[0]).loss.backward()
-    optimizer.step()
-    assert opt.last_step is None or opt.last_step.sampled_part == 1.0
-    for n in new:
-        assert not math.isnan(opt.states["lsp"].weights[n].error), n  # compared with its first gradient
 
 
 class TwoLosses(nn.Module):
