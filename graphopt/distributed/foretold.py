@@ -53,8 +53,9 @@ def foretold_parts(parameters: Iterable[Parameter], ranks: int) -> list[Part]:
 
 
 def _part(number: int, parameters: Sequence[Parameter], ranks: int, reshards: bool) -> Part:
-    """Rows are divided, and padded where ranks do not divide them."""
-    shards = {(p.name, *p.aliases): math.ceil(p.shape[0] / ranks) * math.prod(p.shape[1:]) * p.dtype.itemsize for p in parameters}
+    """Rows are divided, and padded where ranks do not divide them; a number is one row."""
+    rows = {p.name: math.ceil((p.shape or (1,))[0] / ranks) for p in parameters}
+    shards = {(p.name, *p.aliases): rows[p.name] * math.prod(p.shape[1:]) * p.dtype.itemsize for p in parameters}
     scattered = {names: size * ranks for names, size in shards.items()}
     return Part(number, (), ranks, 1, reshards, True, sum(shards.values()), scattered)
 

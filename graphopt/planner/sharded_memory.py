@@ -68,7 +68,7 @@ class _Rank:
         found = {}
         for block in self.profile.blocks:
             if block.category == "parameter":
-                rows = int(block.shape[0])
+                rows = max(1, int(block.shape[0])) if block.shape else 1
                 found[block.name] = self.sizes[id(block)] // rows * math.ceil(rows / self.ranks)
         return found
 
@@ -89,10 +89,10 @@ class _Rank:
         own = {block_of(name) for name in self.shards}
         return {part: sorted(rows) for part, rows in found.items() if part in own and min(rows) < self.backward.start}
 
-    def part_of(self, name: str) -> str:
-        """The repeated block that a parameter is gathered with; "" for what is gathered for the whole step."""
-        part = block_of(name)
-        return part if part in self.made else ""
+    @cached_property
+    def elsewhere(self) -> set[str]:
+        """Blocks of which the timeline does not say when they run: that of eager mode knows no modules."""
+        return {block_of(name) for name in self.shards} - {"", *self.made}
 
     @cached_property
     def in_forward(self) -> list[tuple[str, int]]:
@@ -107,7 +107,7 @@ class _Rank:
 
     def whole(self, part: str) -> int:
         """Bytes of a block's weights, rows that pad them included."""
-        return self.ranks * sum(size for name, size in self.shards.items() if self.part_of(name) == part)
+        return self.ranks * sum(size for name, size in self.shards.items() if block_of(name) == part)
 
     def kept(self) -> Iterator[Held]:
         """What is on the timeline of one device, with its rows of weights, gradients and optimizer states."""
@@ -121,8 +121,11 @@ class _Rank:
             elif block.category == "optimizer state":
                 yield (size if size <= SCALAR else math.ceil(size / self.ranks)), 0, end
             elif block.category == "gradient" and name in self.shards:
-                last = ends.get(self.part_of(name), block.last)
-                yield size, min(first, _at(last)), _at(last, 2)
+                if block_of(name) in self.elsewhere:
+                    yield math.ceil(size / self.ranks), first, after
+                else:
+                    last = ends.get(block_of(name), block.last)
+                    yield size, min(first, _at(last)), _at(last, 2)
             else:
                 yield (math.ceil(size / self.ranks) if block.born >= self.backward.stop else size), first, after
                 if block.why == "output of the model":
@@ -146,6 +149,9 @@ class _Rank:
             yield self.whole(part), ahead, _at(before, 2)
             yield self.whole(part), _at(before, 1), _at(last, 1)
             ahead = _at(before, 2)
+        largest = sorted(map(self.whole, self.elsewhere))[-2:]  # one that runs and one ahead, and gradients
+        yield sum(largest), 0, _at(self.backward[-1], 2)
+        yield max(largest, default=0), _at(self.backward[0]), _at(self.backward[-1], 2)
         if copies:
             yield from ((size, moment, moment + 1) for size, moment in gathers)
 
@@ -154,7 +160,7 @@ class _Rank:
         trained = {block.name.removeprefix("gradient of ") for block in self.profile.blocks if block.category == "gradient"}
         ends = [*((part, last) for part, _, last in self.in_backward), ("", self.backward[-1])]
         for number, (part, last) in enumerate(ends):
-            size = sum(size for name, size in self.shards.items() if name in trained and self.part_of(name) == part)
+            size = sum(size for name, size in self.shards.items() if name in trained and block_of(name) == part)
             following = _at(ends[number + 1][1], 1) if number + 1 < len(ends) else _at(last, 3)
             yield self.ranks * size, _at(last, 1), following
             yield size, _at(last, 2), _at(len(self.profile.rows))

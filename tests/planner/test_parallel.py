@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
+from torch import Tensor, nn
 
 import graphopt
 from graphopt import BudgetError, InputError
@@ -75,6 +77,29 @@ def test_data_parallel_is_predicted_from_the_graph_that_averages(backend: str) -
     assert any("optimize(mesh=...)" in assumption for assumption in found.assumptions)
     gathering = graphopt.plan(model, inputs, accumulation=2, **options)  # type: ignore[arg-type]
     assert any("DDP's gradient buckets" in assumption for assumption in gathering.assumptions)
+
+
+class Numbers(nn.Module):
+    """Parameters that have no rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).square().mean() + self.empty.sum()
+
+
+def test_sharding_parameters_without_rows() -> None:
+    memory = graphopt.analyze(Numbers(), (torch.randn(8, 4),), backend="aot_eager").memory
+    assert memory.peak_bytes <= strategy_bytes(memory, Layout(Method.ADP, 4)) <= memory.peak_bytes + 64
+
+
+def test_in_eager_mode_two_blocks_are_taken_to_be_gathered_and_not_all() -> None:
+    model, inputs = zoo.make("bert", 4)
+    eager, compiled = (graphopt.analyze(model, inputs, backend=b).memory for b in ("eager", "aot_eager"))  # type: ignore[arg-type]
+    sharded = Layout(Method.ADP, 2)
+    assert strategy_bytes(compiled, sharded) < strategy_bytes(eager, sharded) < 1.2 * strategy_bytes(compiled, sharded)
 
 
 def test_repeated_blocks_are_found_by_their_numbers() -> None:
