@@ -37,6 +37,6 @@ def test_the_peak_of_a_rank_that_averages_is_the_allocators(measured: Measured, 
 @pytest.mark.parametrize("name", work_memory.SHARDED)
 def test_the_peak_of_a_rank_with_sharded_weights_is_the_allocators(measured: Measured, name: str) -> None:
     memory = analysis_of(name).memory
-    for found in measured:  # gloo copies what it gathers
-        assert sharded_peak(memory, 2, copies=True) == pytest.approx(found["sharded", name], rel=0.01)
+    fullest = max(found["sharded", name] for found in measured)  # rows that two ranks cannot divide make the other's less
+    assert sharded_peak(memory, 2, copies=True) == pytest.approx(fullest, rel=0.01)  # gloo copies what it gathers
     assert sharded_peak(memory, 2) <= sharded_peak(memory, 2, copies=True)
