@@ -16,7 +16,7 @@ from tests import zoo
 
 
 def _profile():  # type: ignore[no-untyped-def]
-    model, inputs = zoo.make("llama", 4)
+    model, inputs = zoo.make("llama", 4, layers=2)
     return graphopt.analyze(model, inputs, backend="aot_eager").memory
 
 
