@@ -25,7 +25,7 @@ from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
-from graphopt.distributed.foretold import averaged
+from graphopt.distributed.predicted import averaged
 from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.sharded import budget_for, ranks_of
 from graphopt.errors import InputError, NothingToPlan, PassError

@@ -23,7 +23,7 @@ from graphopt.bench.cases import chosen
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
 from graphopt.bench.tables import table
-from graphopt.distributed.foretold import averaged, foretold_collectives, foretold_parts
+from graphopt.distributed.predicted import averaged, predicted_collectives, predicted_parts
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Lsp
 from graphopt.passes.distribute.buckets import in_buckets
@@ -128,16 +128,16 @@ def _counted(make: Callable[[], Case], subspace: int, ranks: int) -> dict[str, t
         found[kind] = list(communication(graph).collectives), held
         if not graph.compressed:
             sharded = kind.replace("exact", "FSDP").replace("selected", "FSDP")
-            collectives = foretold_collectives(graph.parameters, ranks, opt.selected)
+            collectives = predicted_collectives(graph.parameters, ranks, opt.selected)
             found[sharded] = collectives, held_bytes(graph, opt.selected, ranks)
     return found
 
 
 def held_bytes(graph: TrainingGraph, trained: Collection[str], ranks: int) -> int:
     """Of weights, and of gradients and AdamW's two states of what is trained, each divided by its rows among so many ranks."""
-    weights = sum(part.gathered_bytes for part in foretold_parts(graph.parameters, ranks))
+    weights = sum(part.gathered_bytes for part in predicted_parts(graph.parameters, ranks))
     own = [p for p in graph.parameters if p.name in trained]
-    return weights + 3 * sum(part.gathered_bytes for part in foretold_parts(own, ranks))
+    return weights + 3 * sum(part.gathered_bytes for part in predicted_parts(own, ranks))
 
 
 def show(results: dict[str, Any], console: Console) -> None:

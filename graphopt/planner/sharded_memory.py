@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from graphopt.analysis.memory import MemoryProfile
-from graphopt.distributed.foretold import block_of
+from graphopt.distributed.predicted import block_of
 
 STATIC = ("parameter", "buffer", "input", "optimizer state")
 

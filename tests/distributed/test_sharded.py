@@ -48,9 +48,9 @@ def assert_as_eager(found: dict[str, Any]) -> None:
                 assert 0 < len(some) < len(wanted)
                 wanted = {name: wanted[name] for name in found["selected"]}
             assert_same(some, wanted)
-    counted, foretold = found["collectives"]
+    counted, predicted = found["collectives"]
     assert counted
-    assert foretold == counted
+    assert predicted == counted
     curve, wanted = found["curves"]
     assert curve == pytest.approx(wanted, rel=1e-9)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphopt
-from graphopt.distributed.foretold import block_of
+from graphopt.distributed.predicted import block_of
 from graphopt.frontend.running import FIRST_CALLS
 from tests import zoo
 from tests.measure import peak_and_rest

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
-from graphopt.distributed.foretold import foretold_collectives
+from graphopt.distributed.predicted import predicted_collectives
 from graphopt.graph import Parameter
 from tests.distributed.work_ddp import error_of
 
@@ -171,8 +171,8 @@ def of_model(
     found["buffers"] = {n: b.clone() for n, b in eager.named_buffers()}
     counted = opt.report.communication.collectives
     own = [Parameter(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in make().named_parameters()]
-    foretold = foretold_collectives(own, dist.get_world_size(), opt.selected)
-    found["collectives"] = [sorted((c.kind, c.bytes) for c in of) for of in (counted, foretold)]
+    predicted = predicted_collectives(own, dist.get_world_size(), opt.selected)
+    found["collectives"] = [sorted((c.kind, c.bytes) for c in of) for of in (counted, predicted)]
     report, executed = opt.report, [flops_of(run, batches(rank)) for run in (opt, eager)]
     found["FLOPs"] = executed[0] / executed[1], report.step_flops / report.full_step_flops
     found["curves"] = trained(opt, batches, rank), trained(only(make, mesh, opt.selected), batches, rank)

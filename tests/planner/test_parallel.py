@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt import BudgetError, InputError
 from graphopt.analysis.layouts import Layout, Method
-from graphopt.distributed.foretold import block_of
+from graphopt.distributed.predicted import block_of
 from graphopt.planner.parallel import SEGMENT_SLACK, plan_devices, strategy_bytes
 from tests import zoo
 

@@ -25,7 +25,7 @@ def averaged(graph: TrainingGraph, ranks: int, plan: Plan | None = None) -> Trai
 
     It can be counted and not run: there is no such group.
     """
-    last = communicating("foretold", ranks)
+    last = communicating("predicted", ranks)
     plan = Plan(Budget(), ()) if plan is None else plan
     plan = technique(last).before_selection(plan.with_passes([*plan.passes, last]), Planning(graph, {}, True, lambda _: ""))
     return plan.rewrite(graph)[0]
@@ -38,7 +38,7 @@ def block_of(name: str) -> str:
     return match.group(1)[1:] if match else ""
 
 
-def foretold_parts(parameters: Iterable[Parameter], ranks: int) -> list[Part]:
+def predicted_parts(parameters: Iterable[Parameter], ranks: int) -> list[Part]:
     """What would be gathered together, in the order in which it is used: the blocks, then what is left.
 
     Args:
@@ -60,9 +60,9 @@ def _part(number: int, parameters: Sequence[Parameter], ranks: int, reshards: bo
     return Part(number, (), ranks, 1, reshards, True, sum(shards.values()), scattered)
 
 
-def foretold_collectives(parameters: Sequence[Parameter], ranks: int, trained: Collection[str]) -> list[Collective]:
+def predicted_collectives(parameters: Sequence[Parameter], ranks: int, trained: Collection[str]) -> list[Collective]:
     """Of a step that trains these parameters; the backward ends at the first of them."""
-    parts = foretold_parts(parameters, ranks)
+    parts = predicted_parts(parameters, ranks)
     names = [p.name for p in parameters]
     reached = set(names[min((names.index(name) for name in trained), default=len(names)) :])
     back = {part.number for part in parts if any(own[0] in reached for own in part.scattered_bytes)}
