@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -97,7 +99,8 @@ def test_sharding_parameters_without_rows() -> None:
 
 def test_in_eager_mode_two_blocks_are_taken_to_be_gathered_and_not_all() -> None:
     model, inputs = zoo.make("bert", 4)
-    eager, compiled = (graphopt.analyze(model, inputs, backend=b).memory for b in ("eager", "aot_eager"))  # type: ignore[arg-type]
+    backends: tuple[Literal["eager", "aot_eager"], ...] = ("eager", "aot_eager")
+    eager, compiled = (graphopt.analyze(model, inputs, backend=backend).memory for backend in backends)
     sharded = Layout(Method.ADP, 2)
     assert strategy_bytes(compiled, sharded) < strategy_bytes(eager, sharded) < 1.2 * strategy_bytes(compiled, sharded)
 
