@@ -64,6 +64,7 @@ def labelled_rows(graph: TrainingGraph, part: float) -> Iterator[tuple[RowsOfEac
 
 
 def _rows_of(graph: TrainingGraph, labels: fx.Node, ignored: int, part: float) -> RowsOfEach | None:
+    """The rows of labels (samples x length); None where the length is not known, or there are places for all of it."""
     value = first_value(labels)
     if value is None or value.dim() != 1:
         return None

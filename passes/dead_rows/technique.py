@@ -65,12 +65,10 @@ class DeadRows(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Decide for how many rows with a label there are places; leave a plan where there is nothing to do."""
-        decided = plan
         if (decision := self._decision(plan, planning)) is not None:
-            decided = plan.decided(self.name, decision)
-            part, graph = decision.part, planning.graph
-            if len(_worthwhile(graph, part)) > len(_worthwhile(graph, None)):
-                return decided
+            found, without = (len(_worthwhile(planning.graph, part)) for part in (decision.part, None))
+            if found > without:
+                return plan.decided(self.name, decision)
         if not planning.auto or self.applicable(planning.graph):
             return plan
         return plan.without(self, self.unneeded)
