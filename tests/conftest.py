@@ -1,7 +1,5 @@
 """Quiet third-party libraries, one seed for every test, and what the fuzzer tells at the end."""
 
-# ruff: noqa: E402 (variables and the collector are set before libraries are imported)
-
 import contextlib
 import gc
 import logging
@@ -9,7 +7,6 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -18,12 +15,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processe
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # a collection for each compiled frame
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # measured times of products are not the user's
 
-gc.disable()  # until all tests are imported; looking through modules for cycles took a tenth of the time
+from tests.cheaper import all_imported
 
-import accelerate.utils.memory
+# isort: split
 import pytest
 import torch
-import torch._dynamo.guards
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
@@ -38,9 +34,6 @@ ABOUT_TRACING = {
 }
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
-
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # flushes the processor's caches, 20 ms for each compiled frame
-accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)  # twice for each run of a Trainer, through all that tests share
 
 
 @pytest.fixture(autouse=True)
@@ -92,10 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 
 def pytest_collection_finish() -> None:
-    """Modules are not looked through, and graphs, of which there is always a lot, rarely."""
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
-    gc.enable()
+    all_imported()
 
 
 def pytest_unconfigure() -> None:
