@@ -22,6 +22,7 @@ from graphopt.analysis.memory import Block, MemoryProfile
 from graphopt.budget import parse_bytes
 from graphopt.errors import InputError
 from graphopt.planner.sharded_memory import sharded_peak
+from graphopt.report.units import in_bytes
 
 NAMES = {Method.CDP: "CDP", Method.ADP: "ADP", Method.TP: "TP", Method.DP_TP: "DP+TP", Method.OFFLOAD: "offload"}
 
@@ -71,6 +72,21 @@ class MemoryPlan:
     capacity_bytes: int
     margin: float
     assumptions: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        """What was chosen, in a few words."""
+        if not self.batch_size:
+            return "nothing fits, not even one sample with gradients and optimizer states on the host"
+        return f"{self.strategy}, batch {self.batch_size} per device"
+
+    def __str__(self) -> str:
+        width = max(len(row.strategy) for row in self.table)
+        rows = [
+            f"  {r.strategy:<{width}}  batch {r.batch_size:>5}  {in_bytes(r.peak_bytes):>10}  {r.why}".rstrip()
+            for r in self.table
+        ]
+        return "\n".join([self.verdict, *rows])
 
 
 def plan_devices(

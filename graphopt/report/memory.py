@@ -73,10 +73,7 @@ def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
 
 def show_plan(plan: MemoryPlan, console: Console) -> None:
     """Print what was chosen, from what, and on which assumptions."""
-    chosen = f"{plan.strategy}, batch {plan.batch_size} per device"
-    if not plan.batch_size:
-        chosen = "nothing fits, not even one sample with gradients and optimizer states on the host"
-    console.print(f"plan: {chosen}", highlight=False)
+    console.print(f"plan: {plan.verdict}", highlight=False)
     table = Table(title=f"per device of {in_bytes(plan.capacity_bytes)}, {plan.margin:.0%} kept free")
     for column in ("strategy", "batch", "samples", "score", "peak", "why"):
         table.add_column(column, justify="left" if column in ("strategy", "why") else "right", overflow="fold")

@@ -118,6 +118,9 @@ def test_plan_takes_a_model_and_states_what_it_assumed() -> None:
     assert found.batch_size > 0
     text = " ".join(found.assumptions)
     assert all(word in text for word in ("attention", "context", "optimizer sgd", "free"))
+    first, *rest = str(found).splitlines()
+    assert first == f"{found.strategy}, batch {found.batch_size} per device"
+    assert [line.split("  ")[1] for line in rest] == [row.strategy for row in found.table]
 
 
 @pytest.mark.parametrize(
