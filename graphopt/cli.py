@@ -21,11 +21,11 @@ from graphopt.cli_options import (
     Model,
     Optimizer,
     Quiet,
+    at_work,
     checked_optimizer,
     make_folder_of,
 )
 from graphopt.errors import GraphoptError, InputError
-from graphopt.report.progress import stages_told
 
 app = typer.Typer(
     name="graphopt",
@@ -75,7 +75,7 @@ def analyze(
     from graphopt.integrations.models import load
 
     states = checked_optimizer(optimizer)
-    with stages_told(quiet):
+    with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)
         flops = analysis.flops
@@ -131,7 +131,7 @@ def plan(
     check_devices(devices, device_memory, tensor_parallel, margin)
     make_folder_of(plot)
     states = checked_optimizer(optimizer)
-    with stages_told(quiet):
+    with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         analysis = graphopt.analyze(loaded, inputs, backend=backend, optimizer=states)
         profile, averaging = analysis.memory, analysis.memory_on(devices)
@@ -176,7 +176,7 @@ def fit(
 
     gpu_bytes(gpu)
     states = checked_optimizer(optimizer)
-    with stages_told(quiet):
+    with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         found = find(loaded, inputs, gpu, optimizer=states, backend=backend, lora=lora)
     if as_json:
@@ -258,7 +258,7 @@ def optimize(
     named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
     compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
     states = checked_optimizer(optimizer)
-    with stages_told(quiet):
+    with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
         steps_with = None if compresses or states is None else _made(states, loaded)
         opt = graphopt.optimize(
@@ -293,7 +293,7 @@ def report(
 
     capacity, states = None if device_memory is None else parse_bytes(device_memory), checked_optimizer(optimizer)
     make_folder_of(out)
-    with stages_told(quiet):
+    with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
         page = model_page(loaded, inputs, title=model, backend=backend, optimizer=states, device_memory=capacity, front=front)
     out.write_text(page, encoding="utf-8")
