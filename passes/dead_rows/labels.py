@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, Axis, arguments, first_value
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, ancestors
 
 STEPS = 8
 """Numbers of rows are multiples of a sample's rows divided by this, so that batches share them."""
@@ -67,6 +67,8 @@ def _rows_of(graph: TrainingGraph, labels: fx.Node, ignored: int, part: float) -
     """The rows of labels (samples x length); None where the length is not known, or there are places for all of it."""
     value = first_value(labels)
     if value is None or value.dim() != 1:
+        return None
+    if any(node.target is torch.ops.graphopt.rows_with_label.default for node in ancestors([labels])):  # of such rows already
         return None
     length, rest = divmod(graph.at(value.shape[0], graph.batch_size), max(1, graph.batch_size))
     if rest or length < 2:

@@ -120,6 +120,7 @@ class DeadRows(Technique):
         if unknown:
             raise PassError(f"{unknown[0]} reads all rows: some rows are read alone by {', '.join(known) or 'nothing'}.")
         before, changed, left = len(graph.graph.nodes), [], {}
+        least = _least(graph)
         for name in known:
             if name not in pairs or name not in demands:
                 left[name] = "kept in full"
@@ -130,8 +131,8 @@ class DeadRows(Technique):
                 changed.append(name)
             except PassError as error:
                 graph.module, left[name] = whole.module, str(error)
-            if len(known) > 1:  # the graph has other nodes now
-                demands = _by_name(_worthwhile(graph, part))
+            if len(known) > 1:  # the graph has other nodes now, and is cheaper
+                demands = _by_name(_worthwhile(graph, part, least), changed)
         return Changes(tuple(changed), left, before - len(graph.graph.nodes))
 
     def section(
@@ -148,17 +149,32 @@ class DeadRows(Technique):
         return Section({"rows": facts} if facts else {}, lines, notes)
 
 
-def _worthwhile(graph: TrainingGraph, labelled: float | None) -> list[Demand]:
-    """Args: see `find_demands`; where labels are ignored, nothing but the loss may be differentiated."""
+def _worthwhile(graph: TrainingGraph, labelled: float | None, least: float | None = None) -> list[Demand]:
+    """What saves enough.
+
+    Args:
+        labelled: see `find_demands`; where labels are ignored, nothing but the loss may be differentiated.
+        least: FLOPs; None: `_least` of the graph.
+    """
     demands = find_demands(graph if labelled is None else for_loss_alone(graph), labelled)
-    least = LEAST * flop_profile(graph).step if demands else 0
-    return [demand for demand in demands if demand.flops >= least]
+    if demands and least is None:
+        least = _least(graph)
+    return [demand for demand in demands if least is None or demand.flops >= least]
 
 
-def _by_name(demands: Sequence[Demand]) -> dict[str, Demand]:
-    """Demands by name; the second of one name gets a number."""
+def _least(graph: TrainingGraph) -> float:
+    """FLOPs that must be saved."""
+    return LEAST * flop_profile(graph).step
+
+
+def _by_name(demands: Sequence[Demand], carried_out: Sequence[str] = ()) -> dict[str, Demand]:
+    """Demands by name; the second of one name gets a number.
+
+    Args:
+        carried_out: names of others, which came before and are in the graph no more.
+    """
     found: dict[str, Demand] = {}
     for demand in demands:
-        number = sum(known.partition(" #")[0] == demand.name for known in found)
+        number = sum(known.partition(" #")[0] == demand.name for known in (*carried_out, *found))
         found[f"{demand.name} #{number + 1}" if number else demand.name] = demand
     return found

@@ -47,7 +47,7 @@ def prompts(samples: int = 3, rows: int = 8, labelled: int = 3, ignored: int = I
     return torch.randn(samples, rows, WIDTH), labels
 
 
-def checked(model: nn.Module, batch: tuple[Tensor, Tensor], labelled: float = 0.5) -> PassCheck:
+def checked(model: nn.Module, batch: tuple[Tensor, ...], labelled: float = 0.5) -> PassCheck:
     """The pass held to its contract in both precisions, where it finds a loss."""
     rewrite = DeadRows(labelled)
     return check_pass(rewrite, model, batch, lambda graph: [site.name for site in rewrite.applicable(graph)])[-1]
@@ -84,6 +84,25 @@ def test_other_losses(options: dict[str, Any]) -> None:
             return super().forward(x, labels).mean()
 
     checked(Mean(**options), prompts())
+
+
+@pytest.mark.parametrize(("labelled", "losses"), [(1, 3), (4, 2)])
+def test_several_losses(labelled: int, losses: int) -> None:
+    """Rows of each are left out, and once: also where a loss becomes worth it only when others are cheaper."""
+
+    class Tasks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Linear(WIDTH, CLASSES)
+            self.large = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 240), nn.GELU(), nn.Linear(240, CLASSES)) for _ in range(2))
+
+        def forward(self, x: Tensor, *labels: Tensor) -> Tensor:
+            heads = (self.small, *self.large)
+            found = [nn.functional.cross_entropy(h(x).flatten(0, 1), y.flatten()) for h, y in zip(heads, labels, strict=True)]
+            return found[0] + 2 * found[1] + 3 * found[2]
+
+    batch = (prompts()[0], *(prompts(labelled=labelled)[1] for _ in range(3)))
+    assert len(checked(Tasks(), batch, labelled / 8).report.changes.changed) == losses
 
 
 def test_no_place_is_left_for_a_label_in_the_wrong_batch() -> None:
