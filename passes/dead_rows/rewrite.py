@@ -179,10 +179,20 @@ class _Narrowing:
             one = self._emit(aten.full_like.default, (self._emit(aten.slice.Tensor, (split, dim, 0, 1), dropout), 1), dropout)
             sizes = [self.rows.length if d == dim else -1 for d in range(split.meta["val"].dim())]
             ones = joined_rows(self._emit(aten.expand.default, (one, sizes), dropout), dropout, axis, self._before(dropout))
-            self.drawn[dropout] = self._emit(aten.native_dropout.default, (ones, *rest), dropout)
+            self.drawn[dropout] = self._emit(aten.native_dropout.default, (self._laid_out(ones, dropout), *rest), dropout)
         result = self._emit(operator.getitem, (self.drawn[dropout], arguments(node)[1]), node)
         drawn = self._part(result, axis, node)
         return drawn if arguments(node)[1] else self._emit(aten.mul.Tensor, (part, drawn), node)
+
+    def _laid_out(self, ones: fx.Node, dropout: fx.Node) -> fx.Node:
+        """A tensor in memory as a dropout's mask, in whose order numbers are drawn."""
+        strides = [self.rules.number(stride) for stride in dropout.meta["val"][1].stride()]
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        if order == sorted(order):
+            return ones
+        turned = self._emit(aten.permute.default, (ones, order), dropout)
+        copied = self._emit(aten.clone.default, (turned,), dropout, _CONTIGUOUS)
+        return self._emit(aten.permute.default, (copied, [order.index(dim) for dim in range(len(order))]), dropout)
 
     def _part(self, node: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
         emit = self._before(anchor)
