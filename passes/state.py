@@ -51,6 +51,10 @@ class State:
         """The plan of the step that is about to run on these arguments, from that of the training."""
         return plan
 
+    def instead(self, plan: Plan, error: Exception) -> Plan | None:
+        """The plan of the step again, whose forward has raised `error` under `plan`; None: it has nothing to do with that."""
+        return None
+
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """The forward of `step` has run and returned `output`; None: the model itself ran in its place."""
 

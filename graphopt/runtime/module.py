@@ -116,7 +116,13 @@ class OptimizedModule(PlannedModule):
         for state in states:
             plan = state.before_forward(plan, self._model, args, kwargs)
         before = self._fallback.model_runs
-        output = self._planned_step(plan, args, kwargs)
+        try:
+            output = self._planned_step(plan, args, kwargs)
+        except Exception as error:
+            instead = next((p for state in states if (p := state.instead(plan, error)) is not None), None)
+            if instead is None:
+                raise
+            output = self._planned_step(instead, args, kwargs)
         step = self._running.step if self._fallback.model_runs == before else None
         for state in states:
             state.after_forward(step, output)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from graphopt.passes.dead_rows.labels import STEPS, Labelled, counted, places_for
+from graphopt.passes.dead_rows.ops import TooManyLabels
 from graphopt.passes.state import State
-from torch import nn
+from torch import Tensor, nn
 
 from graphopt.calls import flatten_call
 from graphopt.frontend.batch import batch_size
@@ -25,12 +27,33 @@ class BatchLabels(State):
     def __init__(self, opt: OptimizedModule) -> None:
         self._opt = opt
         self._in_full: tuple[Plan, Plan] | None = None
+        self._known = True
+        self._draws: Tensor | None = None
 
     def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """See `State`."""
         decision = plan.decisions.get("dead_rows")
-        if not isinstance(decision, Labelled) or decision.part is None or self._fits(decision, args, kwargs):
+        if not isinstance(decision, Labelled) or decision.part is None:
             return plan
+        if self._known and self._fits(decision, args, kwargs):
+            self._draws = torch.get_rng_state()
+            return plan
+        return self._all_rows(plan, decision)
+
+    def instead(self, plan: Plan, error: Exception) -> Plan | None:
+        """See `State`. The step has begun with finding the rows: but for numbers that were drawn, nothing has changed."""
+        decision = plan.decisions.get("dead_rows")
+        if not isinstance(error, TooManyLabels) or not isinstance(decision, Labelled) or self._draws is None:
+            return None
+        self._known = False
+        self._opt.note(
+            "rows with ignored labels are left out no more: the model makes labels of its inputs in another way than it did in "
+            "the example, so that they cannot be counted before a step"
+        )
+        torch.set_rng_state(self._draws)
+        return self._all_rows(plan, decision)
+
+    def _all_rows(self, plan: Plan, decision: Labelled) -> Plan:
         if self._in_full is None or self._in_full[0] is not plan:  # the same plan for all such batches
             self._in_full = plan, plan.decided("dead_rows", Labelled(STEPS, decision.names))
         return self._in_full[1]

@@ -8,6 +8,10 @@ from torch import Tensor
 from graphopt.ops.library import library
 
 
+class TooManyLabels(RuntimeError):
+    """A sample has more rows whose label counts than there are places for."""
+
+
 def rows_with_label(labels: Tensor, ignored: int, length: int, count: int) -> Tensor:
     """The numbers of `count` rows of each sample, each once, those whose label counts first.
 
@@ -17,10 +21,13 @@ def rows_with_label(labels: Tensor, ignored: int, length: int, count: int) -> Te
     Returns:
         (samples, count).
     Raises:
-        RuntimeError: a sample has more rows that count; on a GPU the device asserts it.
+        TooManyLabels: a sample has more rows that count; on a GPU the device asserts it.
     """
     counts = labels.reshape(-1, length) != ignored
-    torch._assert_async((counts.sum(1) <= count).all(), f"a sample has more than {count} rows whose label counts")
+    fits, message = (counts.sum(1) <= count).all(), f"a sample has more than {count} rows whose label counts"
+    if labels.device.type == "cpu" and not fits:
+        raise TooManyLabels(message)
+    torch._assert_async(fits, message)
     return counts.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 

@@ -149,6 +149,33 @@ def test_labels_by_name_in_another_order_and_other_sizes() -> None:
         assert ("rows_with_label" in str(opt.last_step.graph.graph)) == (rows == 8)  # of several lengths, the length is a symbol
 
 
+def test_labels_that_are_made_otherwise_than_in_the_example() -> None:
+    """They were counted wrongly: the step begins again with all rows, draws and buffers included, and later ones keep them."""
+
+    class Made(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x: Tensor, labels: Tensor, masked: bool = True) -> Any:
+            x = nn.functional.dropout(self.first(x.flatten(0, 1)), 0.5).view_as(x)
+            return super().forward(x, labels.masked_fill(torch.arange(8) < 6, IGNORED) if masked else labels)
+
+    model, batch = Made(), prompts(labelled=8)
+    opt = graphopt.optimize(copy.deepcopy(model), batch, backend="aot_eager")
+    assert "the loss reads" in str(opt.report)
+    for masked in (True, False, True):
+        for run in (model, opt):
+            run.zero_grad()
+            torch.manual_seed(0)
+            run(*batch, masked=masked).backward()
+        for ours, eager in zip(opt.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, eager.grad)
+        for ours, eager in zip(opt.buffers(), model.buffers(), strict=True):
+            torch.testing.assert_close(ours, eager)
+    assert any("rows with ignored labels are left out no more" in note for note in opt.report.notes)
+
+
 def test_logits_that_are_differentiated_after_all() -> None:
     """The step runs again for their gradients, with all rows."""
     model, batch = LanguageModel(logits=True), prompts()
