@@ -21,7 +21,7 @@ def _empty(kind: type[nn.Module]) -> nn.Module:
 
 
 class SharedModule(nn.Module):
-    """Passes for `model`: `state_dict` keys, optimizers and checkpoints stay as they are, and unknown attributes are the model's.
+    """Passes for `model`: `state_dict` keys, optimizers and checkpoints stay as they are, and other attributes are the model's.
 
     Attributes:
         without_code: names of attributes that hold compiled code, which copies and pickles do without.
@@ -72,6 +72,26 @@ class SharedModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the model, whose forward reads it, but for what is this module's own."""
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._model, name)
+
+    def _is_own(self, name: str) -> bool:
+        """Whether an attribute is this module's: private ones that the model lacks are what libraries note of a wrapper."""
+        model = self.__dict__.get("_model")
+        if model is None or name in self.__dict__ or hasattr(type(self), name):
+            return True
+        return name.startswith("_") and not hasattr(model, name)
 
     @property
     def training(self) -> bool:

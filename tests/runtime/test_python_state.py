@@ -84,6 +84,24 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def test_what_is_set_on_the_optimised_model_is_set_on_the_model() -> None:
+    """As with torch.compile's wrapper; what libraries note of a wrapper stays with it."""
+    model, x = Layers(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    assert_as_in_eager(model, opt, x)
+    opt.scale, opt.sign, opt.activation = 3.0, -1.0, nn.Tanh()
+    assert (model.scale, model.sign, type(model.activation)) == (3.0, -1.0, nn.Tanh)
+    assert_as_in_eager(model, opt, x)
+    opt.remark, opt._remark = "the model's", "the wrapper's"
+    assert (model.remark, hasattr(model, "_remark"), opt._remark) == ("the model's", False, "the wrapper's")
+    del opt.remark, opt._remark, opt.sign
+    assert not any(hasattr(module, name) for module in (model, opt) for name in ("remark", "_remark"))
+    assert model.sign == 1.0  # the class's
+    opt.training = False
+    assert not model.training
+    assert not copy.deepcopy(opt).training
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_the_user_changes_takes_effect(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Layers(), torch.randn(4, 6)
