@@ -23,11 +23,11 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
-from graphopt.compat.fsdp import is_sharded
-from graphopt.distributed.agreement import for_ranks, group_of, plan_of_rank_0, require_same_graph, require_same_weights
+from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.predicted import averaged
-from graphopt.distributed.ranks import Ranks
-from graphopt.distributed.sharded import budget_for, ranks_of
+from graphopt.distributed.sharded import budget_for
+from graphopt.distributed.tensor_parallel import is_divided, require_ranks, require_undivided
+from graphopt.distributed.together import ranks_for
 from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.frontend.accepted import require_module, require_no_mesh, require_one_replica, require_storage, training_mode
 from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
@@ -119,13 +119,14 @@ def optimize(
     args, kwargs = as_call(example_inputs)
     require_storage(model)
     require_one_replica(model)
-    ranks = Ranks(group_of(mesh, ranks_of(model, mesh, group)))
+    ranks = ranks_for(model, mesh, group)
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
     with training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:
+            require_ranks(model, ranks)
             trace = functools.partial(captures.graph, args, kwargs)
             capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph)
             graph, recording = ranks.together(capture, "capturing the model")
@@ -140,7 +141,7 @@ def optimize(
             logger.warning("%s. The model runs as torch.compile has it.", why)
             return DisabledModule(model, budget, why, backend, loss, compiles=True)
         capture_seconds = time.perf_counter() - start
-        if recording is not None or is_sharded(model):
+        if recording is not None or is_divided(model):
             chosen = for_parts(chosen, passes == "auto")
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
@@ -150,12 +151,9 @@ def optimize(
             plan = plan_of_rank_0(plan, ranks, chosen, "planning")
     seconds = time.perf_counter() - start - capture_seconds
     opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph, ranks)
-    if recording is not None:
-        for told in (*recording.unplanned, left_to_eager_mode(model, graph)):
-            if told:
-                opt.note(told)
-    if unlimited:
-        opt.note(unlimited)
+    unplanned = () if recording is None else (*recording.unplanned, left_to_eager_mode(model, graph))
+    for told in filter(None, (*unplanned, unlimited)):
+        opt.note(told)
     opt.start_techniques()
     if verify:
         with training_mode(model):
@@ -276,6 +274,7 @@ def plan(
         BudgetError, InputError, CaptureError, TorchVersionError: with cause and remedy.
     """
     check_devices(devices, device_memory, tensor_parallel, margin)
+    require_undivided(model)
     analysis = analyze(
         model,
         example_inputs,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
 from graphopt.compat import pytree
+from graphopt.compat.distributed import local_part
 from graphopt.errors import CaptureError, InputError
 from graphopt.graph import Parameter, TrainingGraph, from_export
 from graphopt.transforms.canonicalize import normalise
@@ -250,7 +251,8 @@ def _parameters(model: nn.Module) -> tuple[Parameter, ...]:
         names[id(parameter)].append(name)
         tensors[id(parameter)] = parameter
     return tuple(
-        Parameter(names[key][0], tuple(p.shape), p.dtype, p.requires_grad, tuple(names[key][1:])) for key, p in tensors.items()
+        Parameter(names[key][0], tuple(local_part(p).shape), p.dtype, p.requires_grad, tuple(names[key][1:]))
+        for key, p in tensors.items()
     )
 
 

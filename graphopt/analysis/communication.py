@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from graphopt.compat import pytree
-from graphopt.compat.distributed import collective_of
+from graphopt.compat.distributed import collective_of, group_in
 from graphopt.graph import TrainingGraph
 
 
@@ -19,10 +19,12 @@ class Collective:
     Attributes:
         kind: such as "all_reduce".
         bytes: of the tensors that this rank hands in.
+        group: the name of the process group, where a graph says it.
     """
 
     kind: str
     bytes: int
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,4 +50,4 @@ def _collectives(graph: TrainingGraph) -> Iterable[Collective]:
         if kind:
             values = [n.meta.get("val") for n in node.all_input_nodes]
             tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-            yield Collective(kind, sum(graph.at(t.numel(), graph.batch_size) * t.element_size() for t in tensors))
+            yield Collective(kind, sum(graph.at(t.numel(), graph.batch_size) * t.element_size() for t in tensors), group_in(node))

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import OpOverload, output_list, written_arguments
+from graphopt.compat.distributed import WAIT
 from graphopt.compat.inductor_program import Program
 from graphopt.ops.by_tokens import by_tokens_workspace
 
 aten = torch.ops.aten
 
-_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default})
+_VIEWS = frozenset({aten._unsafe_view.default, aten.lift_fresh.default, WAIT})
 """Operators that return their argument's storage though their schema does not say so."""
 
 Owner = tuple[str, int]

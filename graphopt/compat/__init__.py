@@ -3,10 +3,10 @@
 Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types defined here (`JointExport`, `InputDesc`,
 `OutputDesc`) and ordinary FX graphs, so a new torch release means mending this package alone.
 
-Map: `joint`, from a model to Dynamo's graph and the joint graph; `fakes`, shapes without memory and tracing again;
-`graph_modules`, graphs whose Python code nobody reads; `recompute`, what the backward computes again; `schemas`, what an operator
-writes to; `inductor`, partitioning and compiling; `inductor_program`, what Inductor's programs allocate. The names of all but
-the last two are found here, too.
+Map: `joint`, from a model to Dynamo's graph and the joint graph; `descriptions`, what that takes and returns; `fakes`, shapes
+without memory and tracing again; `graph_modules`, graphs whose Python code nobody reads; `recompute`, what the backward computes
+again; `schemas`, what an operator writes to; `inductor`, partitioning and compiling; `inductor_program`, what Inductor's programs
+allocate. The names of all but the last two are found here, too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.module_tracker import ModuleTracker
 
+from graphopt.compat.descriptions import (
+    InputDesc as InputDesc,
+    OutputAlias as OutputAlias,
+    OutputDesc as OutputDesc,
+    describe_joint as describe_joint,
+)
 from graphopt.compat.dynamo import is_compile_error as is_compile_error
 from graphopt.compat.fakes import (
     expression as expression,
@@ -48,11 +54,7 @@ from graphopt.compat.fakes import (
 from graphopt.compat.graph_modules import graph_module as graph_module, lazy_graph_modules as lazy_graph_modules
 from graphopt.compat.joint import (
     BatchSpecialised as BatchSpecialised,
-    InputDesc as InputDesc,
     JointExport as JointExport,
-    OutputAlias as OutputAlias,
-    OutputDesc as OutputDesc,
-    describe_joint as describe_joint,
     dynamo_capture as dynamo_capture,
     export_joint as export_joint,
     mark_batch_symbolic as mark_batch_symbolic,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.parallel import DistributedDataParallel
 
 ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default if dist.is_available() else None
@@ -27,10 +27,37 @@ def collective_of(target: Any) -> str:
     return "" if "wait" in name else name.removesuffix("_")
 
 
+def group_in(node: fx.Node) -> str:
+    """The name of the process group of a collective."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    found = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return str(found.get("group_name", ""))
+
+
 def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; their module is not loaded for models that do without it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a DTensor, sharing its memory and outside of autograd; any other tensor as it is."""
+    return tensor.detach().to_local() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A tensor divided among ranks as another of its size is, outside of autograd; a plain one is taken for this rank's part.
+
+    A gradient's parts may be summands, or lie otherwise than those of its parameter.
+    """
+    if not is_distributed(like):
+        return tensor
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    if is_distributed(tensor):
+        return tensor.detach().redistribute(mesh, placements)  # type: ignore[attr-defined]
+    kind: Any = type(like.detach())
+    made: Tensor = kind.from_local(tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    return made
 
 
 def is_of_another_rank(error: BaseException) -> bool:

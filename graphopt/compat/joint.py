@@ -16,54 +16,16 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from graphopt.compat.descriptions import (
+    InputDesc,
+    OutputAlias,
+    OutputDesc,
+    describe_alias,
+    describe_input,
+    describe_output,
+    take_meshes_out,
+)
 from graphopt.errors import CaptureError
-
-
-@dataclass(frozen=True)
-class InputDesc:
-    """What a placeholder of the joint graph is.
-
-    Attributes:
-        kind: "parameter" and "buffer" (target: qualified name), "input" (target: index among the flat tensor inputs),
-            "tangent" (target: the `OutputDesc` it is the gradient of), "random" (numbers in [0, 1) that a pass draws from;
-            target: the seed), "given" (a value that the caller of the graph passes; target: what it is) or "compressed" (the
-            variable whose gradient stands for that of a parameter; target: the parameter's name).
-    """
-
-    kind: str
-    target: Any
-
-
-@dataclass(frozen=True)
-class OutputDesc:
-    """What an output of the joint graph is.
-
-    Attributes:
-        kind: "output" (target: index among the model's flat outputs), "mutation" (target: the mutated `InputDesc`),
-            "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`), "slot" (target: the
-            name of a further result of the backward) or "none".
-    """
-
-    kind: str
-    target: Any
-
-
-@dataclass(frozen=True)
-class OutputAlias:
-    """How one flat output of the model relates to other tensors.
-
-    Attributes:
-        kind: "fresh" (its own value), "input" (a view of flat graph input `base`), "intermediate" (a view of the graph
-            output at position `base` of the model's outputs followed by the bases), or "constant" (not a tensor).
-        base: see `kind`; None for "fresh".
-        exact: the output is the base itself, not a view of it.
-        differentiable: gradients flow through it in eager mode.
-    """
-
-    kind: str
-    base: int | None
-    exact: bool
-    differentiable: bool
 
 
 @dataclass(frozen=True)
@@ -211,15 +173,16 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
                 "forward() resizes, re-strides or changes in place a tensor that requires a gradient. "
                 "Remedy: compute a new tensor instead, or make the change under torch.no_grad() outside forward()."
             )
+    take_meshes_out(joint.graph_module)
     graph = joint.graph_module.graph
     output = graph.output_node()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     shape_env = joint.fake_mode.shape_env
     return JointExport(
         module=joint.graph_module,
-        inputs=tuple(_describe_input(node.meta["desc"]) for node in placeholders),
-        outputs=tuple(OutputDesc("none", None) if desc is None else _describe_output(desc) for desc in output.meta["desc"]),
-        aliases=tuple(_describe_alias(info) for info in metadata.output_info),
+        inputs=tuple(describe_input(node.meta["desc"]) for node in placeholders),
+        outputs=tuple(OutputDesc("none", None) if desc is None else describe_output(desc) for desc in output.meta["desc"]),
+        aliases=tuple(describe_alias(info) for info in metadata.output_info),
         out_spec=joint.out_spec,
         guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
         ranges={} if shape_env is None else dict(shape_env.var_to_range),
@@ -274,73 +237,3 @@ def _unchanged_tensors(module: nn.Module) -> Iterator[None]:
         for submodule, parameters, buffers in held:
             submodule._parameters.update(parameters)
             submodule._buffers.update(buffers)
-
-
-def describe_joint(joint: fx.GraphModule, num_forward: int) -> tuple[tuple[InputDesc, ...], tuple[OutputDesc, ...]]:
-    """What the inputs and outputs are of a joint graph that AOTAutograd is about to split.
-
-    Inputs that are Dynamo's have its position as target. What is none of a model's own, such as random states and the parts of a
-    tensor subclass, keeps torch's description as target.
-
-    Args:
-        num_forward: how many outputs are the forward's.
-    """
-    inputs: list[InputDesc] = []
-    for node in joint.graph.find_nodes(op="placeholder"):
-        desc = node.meta.get("desc")
-        try:
-            inputs.append(_describe_input(desc))
-        except (CaptureError, AttributeError):
-            kind = "tangent" if "tangents" in node.name else "input"
-            inputs.append(InputDesc(kind, str(desc)))
-    outputs: list[OutputDesc] = []
-    for position, desc in enumerate(joint.graph.output_node().meta["desc"]):
-        try:
-            outputs.append(OutputDesc("none", None) if desc is None else _describe_output(desc))
-        except (CaptureError, AttributeError):
-            outputs.append(OutputDesc("output" if position < num_forward else "slot", str(desc)))
-    return tuple(inputs), tuple(outputs)
-
-
-def _describe_input(desc: Any) -> InputDesc:
-    from torch._functorch._aot_autograd import descriptors as d
-
-    match desc:
-        case d.ParamAOTInput():
-            return InputDesc("parameter", desc.target)
-        case d.BufferAOTInput():
-            return InputDesc("buffer", desc.target)
-        case d.PlainAOTInput():
-            return InputDesc("input", desc.idx)
-        case d.TangentAOTInput():
-            return InputDesc("tangent", _describe_output(desc.output))
-    raise CaptureError(f"the model takes or makes a kind of tensor that graphopt does not support: {desc.expr()}")
-
-
-def _describe_output(desc: Any) -> OutputDesc:
-    from torch._functorch._aot_autograd import descriptors as d
-
-    match desc:
-        case d.PlainAOTOutput():
-            return OutputDesc("output", desc.idx)
-        case d.InputMutationAOTOutput():
-            return OutputDesc("mutation", _describe_input(desc.mutated_input))
-        case d.IntermediateBaseAOTOutput():
-            return OutputDesc("base", _describe_output(desc.base_of).target)
-        case d.GradAOTOutput():
-            return OutputDesc("gradient", _describe_input(desc.grad_of))
-    raise CaptureError(f"the model returns a kind of tensor that graphopt does not support: {desc.expr()}")
-
-
-def _describe_alias(info: Any) -> OutputAlias:
-    from torch._functorch._aot_autograd.schemas import OutputType
-
-    kinds = {
-        OutputType.alias_of_input: "input",
-        OutputType.is_input: "input",
-        OutputType.alias_of_intermediate: "intermediate",
-        OutputType.alias_of_intermediate_save_as_output: "intermediate",
-        OutputType.alias_of_intermediate_base_is_user_output: "output",
-    }
-    kind = kinds.get(info.output_type, "fresh" if issubclass(info.raw_type, Tensor) else "constant")
-    return OutputAlias(kind, info.base_idx, info.output_type is OutputType.is_input, info.requires_grad)

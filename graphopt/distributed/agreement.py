@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphopt.compat.distributed import local_part
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass, Preserves, communicating
 from graphopt.passes.technique import technique
 from graphopt.planner.plan import Plan
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def plan_of_rank_0(plan: Plan, ranks: Ranks, chosen: Sequence[Pass], what: str) -> Plan:
@@ -52,26 +49,7 @@ def for_ranks(passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool) ->
         if not auto:
             raise PassError(f"{name} cannot train on several ranks: {why}. Leave {name} out, or train on one process.")
     kept = tuple(p for p in passes if p.name not in others)
-    return (*kept, communicating(ranks.group_name, ranks.size)) if mesh else kept
-
-
-def group_of(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The processes that train together.
-
-    Raises:
-        InputError: the mesh has several dimensions, or the group is another.
-    """
-    if mesh is None:
-        return group
-    if mesh.ndim != 1:
-        raise InputError(
-            f"mesh has {mesh.ndim} dimensions, and gradients are averaged along one: pass that one, such as mesh['dp'] of a mesh "
-            "with names."
-        )
-    found = mesh.get_group()
-    if group is not None and group is not found:
-        raise InputError("mesh= says which processes train together, and group= says others: leave group= out.")
-    return found
+    return (*kept, communicating(ranks.samples.group_name, ranks.samples.size)) if mesh else kept
 
 
 def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
@@ -85,7 +63,8 @@ def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
 
 def require_same_weights(model: nn.Module, ranks: Ranks) -> None:
     """Raise `InputError`, on every rank, where weights or buffers differ: averaged gradients would not keep them together."""
-    found = ranks.gather({name: _fingerprint(tensor) for name, tensor in model.state_dict().items()}, "comparing weights")
+    tensors = model.state_dict().items()
+    found = ranks.samples.gather({name: _fingerprint(tensor) for name, tensor in tensors}, "comparing weights")
     for rank, theirs in enumerate(found):
         other = next((name for name in sorted({*theirs, *found[0]}) if theirs.get(name) != found[0].get(name)), None)
         if other is not None:
@@ -99,7 +78,7 @@ def _fingerprint(tensor: Any) -> tuple[Any, ...]:
     """Its shape, and two sums by which it is told from another draw."""
     if not isinstance(tensor, Tensor):
         return ()
-    exact = tensor.detach().to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    exact = local_part(tensor).detach().to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
     return tuple(tensor.shape), str(tensor.dtype), str(exact.sum().item()), str(exact.abs().sum().item())
 
 

@@ -34,19 +34,23 @@ class Ranks:
     Attributes:
         size: how many they are.
         rank: which of them this is.
+        samples: those of them among which gradients are averaged, by default all: the others train on the same samples as one of
+            these, or average gradients by themselves.
     Raises:
         RankError: a rank does not come in the time that the group's time-out allows, comes for something else, or fails.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, samples: Ranks | None = None) -> None:
         """Set up.
 
         Args:
             group: by default all processes, where torch.distributed is initialised.
+            samples: see `Ranks`.
         Raises:
             InputError: this process is none of the group.
         """
         self.size, self.rank = 1, 0
+        self.samples: Ranks = samples or self
         self._group = None
         if dist.is_available() and dist.is_initialized():
             if group is not None and dist.get_rank(group) < 0:
@@ -58,7 +62,7 @@ class Ranks:
     def alone(cls) -> Ranks:
         """One process by itself, whatever others there are."""
         ranks = cls.__new__(cls)
-        ranks.size, ranks.rank, ranks._group = 1, 0, None
+        ranks.size, ranks.rank, ranks._group, ranks.samples = 1, 0, None, ranks
         return ranks
 
     def __reduce__(self) -> tuple[Any, ...]:

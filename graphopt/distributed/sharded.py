@@ -8,44 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from graphopt.budget import Budget
 from graphopt.compat import fsdp
-from graphopt.compat.distributed import is_distributed
-from graphopt.errors import ImportanceError, InputError, NothingToPlan
+from graphopt.errors import ImportanceError
 from graphopt.frontend.attributes import attributes_of, put_back
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-def ranks_of(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The processes that train a model together; `group` where it is given, or where the model is not sharded.
-
-    Raises:
-        InputError: a mesh was given, too.
-    """
-    if not fsdp.is_sharded(model):
-        return group
-    if mesh is not None:
-        raise InputError(
-            "fully_shard was applied to the model, which averages its gradients: leave mesh= out, or give optimize() a model "
-            "that is not sharded."
-        )
-    return fsdp.group_of_ranks(model) if group is None else group
-
-
-def require_plannable(model: nn.Module) -> None:
-    """Raise `NothingToPlan` for a model that is tensor parallel, sharded or not."""
-    alone = {id(form) for h in fsdp.held_parameters(model) if not h.tensor_parallel for form in (h.sharded, h.whole)}
-    name = next((name for name, p in model.named_parameters() if is_distributed(p) and id(p) not in alone), None)
-    if name is not None:
-        raise NothingToPlan(f"the model is tensor parallel ({name} is a DTensor), which is not planned.")
 
 
 def budget_for(model: nn.Module, budget: Budget) -> tuple[Budget, str]:
@@ -56,7 +26,7 @@ def budget_for(model: nn.Module, budget: Budget) -> tuple[Budget, str]:
 
 
 def mean_gradients(model: nn.Module, run: Callable[[], Tensor], names: Collection[str]) -> dict[str, Tensor | None]:
-    """The gradients of a sharded model, averaged over ranks, as DTensors; None for a parameter that the loss does not depend on.
+    """Gradients of a model with DTensors, averaged where `fully_shard` does that; None for one that the loss does not depend on.
 
     Everything is as before afterwards, `.grad`, buffers and attributes of modules, too, and no hook on a gradient is called.
 

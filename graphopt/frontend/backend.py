@@ -17,14 +17,14 @@ from torch.autograd.function import BackwardCFunction
 
 from graphopt.compat import observed_by, wrap_backward
 from graphopt.compat.aot import compile_joint, compile_plainly, joint_graph, split_again
-from graphopt.compat.distributed import collective_of, is_of_another_rank
+from graphopt.compat.distributed import collective_of, is_distributed, is_of_another_rank
 from graphopt.compat.dynamo import differentiates, example_of, is_restart
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import lost
 from graphopt.errors import CaptureError, first_line
 from graphopt.frontend.compiled_region import CompiledRegion, Host
 from graphopt.frontend.history import needs_gradient
-from graphopt.frontend.outputs import answer, are_only_returned, give_backward, node_of, without_backward
+from graphopt.frontend.outputs import answer, are_only_returned, detach, give_backward, node_of, without_backward
 from graphopt.frontend.region import Region, region_of
 from graphopt.frontend.rewriting import hooks_for
 from graphopt.graph import ancestors
@@ -119,6 +119,7 @@ class PlanBackend:
         if not differentiates(module):
             return compile_plainly(module, examples, self.backend)
         found.unasked = without_backward(module)
+        self._cut_distributed(module, found.needless, values)
         copy = graph_module(module, copied(module.graph))  # compiling changes it
         host.check(self.plan)
         hooks = hooks_for(self.plan, found, self.host, values)
@@ -151,6 +152,13 @@ class PlanBackend:
                 raise
             host.note(f"a part of the model could not be compiled ({first_line(error)}); it runs uncompiled")
         return copy
+
+    def _cut_distributed(self, module: fx.GraphModule, needless: Sequence[int], values: Sequence[Any]) -> None:
+        """Have AOTAutograd trace no gradient of DTensors that none is needed of: it makes a DTensor of whatever comes for one."""
+        for i, (node, value) in enumerate(zip(module.graph.find_nodes(op="placeholder"), values, strict=True)):
+            divided = isinstance(value, Tensor) and is_distributed(value) and value.requires_grad
+            if divided and (i in needless or (value.is_leaf and not self._wanted(value))):
+                detach(module, node)
 
 
 @dataclass(eq=False)

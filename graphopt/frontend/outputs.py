@@ -86,6 +86,15 @@ def give_backward(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def detach(module: fx.GraphModule, placeholder: fx.Node) -> None:
+    """Have a graph of Dynamo's read an input without differentiating it."""
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first):
+        detached = module.graph.call_method("detach", (placeholder,))
+    placeholder.replace_all_uses_with(detached, delete_user_cb=lambda user: user is not detached and user.op != "output")
+    module.recompile()
+
+
 def node_of(outputs: Sequence[Any], inputs: Sequence[Any], unasked: Sequence[int]) -> Any:
     """The autograd node of a compiled graph that has just run, by its outputs without a backward; None if they are not its own.
 

@@ -11,7 +11,7 @@ from torch import nn
 from graphopt import compat
 from graphopt.calls import BatchDim
 from graphopt.capture import capture
-from graphopt.distributed.sharded import require_plannable
+from graphopt.distributed.tensor_parallel import require_plannable
 from graphopt.errors import (
     BatchError,
     BudgetError,

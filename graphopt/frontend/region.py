@@ -17,6 +17,7 @@ from torch import SymInt, Tensor, fx, nn
 
 from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
 from graphopt.compat.aot import ABSENT
+from graphopt.compat.distributed import local_part
 from graphopt.compat.dynamo import source_of, traced_size
 from graphopt.compat.fsdp import held_parameters
 from graphopt.graph import Parameter, TrainingGraph
@@ -76,7 +77,8 @@ def region_of(placeholders: Sequence[fx.Node], values: Sequence[Any], names: Map
             name = node.name if place in found or any(place in taken for taken in names.values()) else place
         found.append(name)
         if name is not None and isinstance(tensor, nn.Parameter):
-            parameters.append(Parameter(name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tuple(own[1:])))
+            shape = tuple(local_part(tensor).shape)
+            parameters.append(Parameter(name, shape, tensor.dtype, tensor.requires_grad, tuple(own[1:])))
     return Region(tuple(found), tuple(parameters))
 
 

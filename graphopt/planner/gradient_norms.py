@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from graphopt.calls import flatten_call
 from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
-from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.sharded import mean_gradients, whole
+from graphopt.distributed.tensor_parallel import is_divided, mean_of_ranks
 from graphopt.errors import ImportanceError, NoLoss, first_line
 from graphopt.loss import LossFunction, own_loss
 
@@ -49,12 +49,12 @@ def gradient_norms(
     names = ranks.same(list(names), MEASURING)
 
     def measure() -> dict[str, Tensor | None]:
-        if is_sharded(model):
-            return _of_sharded(model, args, kwargs, names, loss)
+        if is_divided(model):
+            return _of_divided(model, args, kwargs, names, loss)
         return _gradients(model, args, kwargs, names, loss, shared)
 
     found = ranks.together(measure, MEASURING)
-    means = list(found.values()) if is_sharded(model) else ranks.mean(list(found.values()), MEASURING)
+    means = mean_of_ranks(found, model, ranks, MEASURING)
     norms = dict(zip(found, map(_norm, means), strict=True))
     bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
     if bad is not None:
@@ -85,10 +85,10 @@ def _gradients(
     return dict(zip(parameters, gradients, strict=True))
 
 
-def _of_sharded(
+def _of_divided(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str], loss: LossFunction | None
 ) -> dict[str, Tensor | None]:
-    """The means over ranks, as DTensors; the backward is a full one."""
+    """As DTensors, of the model itself; the backward is a full one."""
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
     inputs = flatten_call(args, kwargs).tensors
     with unchanged_draws([*model.parameters(), *inputs]), no_generation_cache(model), torch.enable_grad():

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.sharded import mean_gradients, whole
+from graphopt.distributed.tensor_parallel import is_divided, mean_of_ranks
 from graphopt.errors import ImportanceError
 from graphopt.loss import PROBED, LossFunction, scalar_loss
 
@@ -79,14 +79,14 @@ def measure_importance(
     parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
 
     def measure() -> tuple[Sequence[Tensor | None], str]:
-        if is_sharded(model):
-            return _of_sharded(model, args, kwargs, list(parameters), loss)
+        if is_divided(model):
+            return _of_divided(model, args, kwargs, list(parameters), loss)
         with _on_copies(model, parameters.values()) as run:
             value, source = scalar_loss(run(args, kwargs), loss)
             return torch.autograd.grad(value, list(parameters.values()), allow_unused=True), source
 
     local, source = ranks.together(measure, what)
-    gradients = local if is_sharded(model) else ranks.mean(local, what)
+    gradients = mean_of_ranks(dict(zip(parameters, local, strict=True)), model, ranks, what)
     probed = source == PROBED
     if optimizer is None:
         source += ", plain SGD"
@@ -116,10 +116,10 @@ def _rated(metric: Metric, update: Tensor, gradient: Tensor) -> float:
     return float(whole((update if metric == "update" else gradient).abs().sum()))
 
 
-def _of_sharded(
+def _of_divided(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], loss: LossFunction | None
 ) -> tuple[Sequence[Tensor | None], str]:
-    """The means over ranks, as DTensors, and what was differentiated; the backward is a full one."""
+    """As DTensors, of the model itself, and what was differentiated; the backward is a full one."""
     source = ""
 
     def run() -> Tensor:

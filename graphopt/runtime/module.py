@@ -19,7 +19,9 @@ from graphopt.compat.dynamo import cause_of
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import in_common, plan_of_rank_0
 from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.same_step import SameStep
 from graphopt.distributed.sharded_traffic import Traffic
+from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.distributed.wrapping import Wrapping
 from graphopt.errors import first_line
 from graphopt.frontend.recording import Recording, record
@@ -91,6 +93,7 @@ class OptimizedModule(PlannedModule):
             if all(p.name != name for p in self._plan.passes):
                 self._keep(name, kind.stand_in(self))
         self._keep("traffic", Traffic(self) if is_sharded(self._model) else None)
+        self._keep("same step", SameStep(self) if self._ranks.several and is_parallel(self._model) else None)
 
     def _keep(self, name: str, state: State | None) -> None:
         if state is not None:

@@ -22,8 +22,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphopt.analysis.communication import Collective, communication
 from graphopt.compat import pytree
-from graphopt.compat.distributed import active_ddp, backward_number, group_named, silence, store_of
+from graphopt.compat.distributed import (
+    active_ddp,
+    backward_number,
+    distributed_like,
+    group_named,
+    local_part,
+    silence,
+    store_of,
+)
 from graphopt.distributed.ranks import lost, wait
+from graphopt.distributed.sharded import whole
+from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.errors import InputError, RankError
 from graphopt.planner.plan import Plan
 
@@ -95,7 +105,7 @@ class Reduction(State):
             return
         here = (step, self._opt.plan, self.pending)
         if not all(now is before for now, before in zip(here, self._step, strict=True)):
-            self.why_after = "gradients have gathered since no_sync()" if self.pending else _why_after(step)
+            self.why_after = "gradients have gathered since no_sync()" if self.pending else _why_after(step, self.rewrite.group)
             self._outside = self._others()
             self._check(step)
             self._step, self._sent = here, []
@@ -122,21 +132,25 @@ class Reduction(State):
         return {name: others.get(name, parameters[name]) for name in wanted}
 
     def _buckets(self, tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
-        return in_buckets([(n, (t.dtype, t.device), t.nbytes) for n, t in tensors.items()], self.rewrite.bucket_bytes)
+        sized = {name: local_part(t) for name, t in tensors.items()}
+        return in_buckets([(n, (t.dtype, t.device), t.nbytes) for n, t in sized.items()], self.rewrite.bucket_bytes)
 
     def _sizes(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """Bytes of each bucket."""
-        return [sum(tensors[name].nbytes for name in bucket) for bucket in self._buckets(tensors)]
+        return [sum(local_part(tensors[name]).nbytes for name in bucket) for bucket in self._buckets(tensors)]
 
     def _check(self, step: RegionStep | None) -> None:
         """Raise `RankError` where another rank sends other buckets under this plan; the first to come has said which."""
         sizes = self._sizes(self._tensors())
         if not self.why_after and step is not None:
-            sizes = [found.bytes for found in communication(*step.graphs).collectives]
+            sizes = [found.bytes for found in _means(step, self.rewrite.group)]
         opt = self._opt
         trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
         mine = repr((sizes, sorted(self._outside)))
-        key = hashlib.sha256(repr((self._name, opt.plan.key, trained)).encode()).hexdigest()
+        parallel = is_parallel(opt._model)
+        if parallel:  # a graph averages gradients as they lie, and this as the parameters do: no rank may mix them
+            mine += f" {bool(self.why_after) and not self.pending}"
+        key = hashlib.sha256(repr((self._name, opt.plan.key, trained, parallel and self.pending)).encode()).hexdigest()
         store = store_of(group_named(self.rewrite.group))
         try:
             theirs = store.compare_set(f"graphopt/means/{key}", "", mine).decode()
@@ -198,9 +212,10 @@ class Reduction(State):
             sent.append((members, flat, self._send(flat)))
         for members, flat, work in sent:
             wait(work)
-            for tensor, mean in zip(members, flat.split([t.numel() for t in members]), strict=True):
-                if tensor.grad is not None or mean.any():
-                    tensor.grad = mean.view(tensor.shape).clone()
+            for tensor, mean in zip(members, flat.split([local_part(t).numel() for t in members]), strict=True):
+                own = distributed_like(mean.view(local_part(tensor).shape).clone(), tensor)
+                if tensor.grad is not None or whole(own.abs().sum()):
+                    tensor.grad = own
 
     def _send(self, tensor: Tensor) -> Any:
         self._sent.append(Collective("all_reduce", tensor.nbytes))
@@ -208,12 +223,15 @@ class Reduction(State):
 
 
 def _dense(tensor: Tensor) -> Tensor:
+    """The gradient of a parameter, of a DTensor this rank's part of it, divided as the parameter is."""
+    part = local_part(tensor)
     if tensor.grad is None:
-        return torch.zeros_like(tensor)
-    return tensor.grad.to_dense() if tensor.grad.layout != torch.strided else tensor.grad
+        return torch.zeros_like(part)
+    own = local_part(distributed_like(tensor.grad, tensor))
+    return own.to_dense() if own.layout != torch.strided else own
 
 
-def _why_after(step: RegionStep | None) -> str:
+def _why_after(step: RegionStep | None, group: str) -> str:
     """Why a step's gradients are averaged after its backward; "" if its graph averages them all."""
     if step is None:
         return "the model itself runs"
@@ -222,4 +240,9 @@ def _why_after(step: RegionStep | None) -> str:
     computing = [r for r in step.regions if r.reduced or (r.graph is not None and r.graph.gradients())]
     if len(computing) != 1 or step.broken:
         return "the step is not one graph"
-    return "" if communication(*step.graphs).collectives else "the plan could not be carried out as it is"
+    return "" if _means(step, group) else "the plan could not be carried out as it is"
+
+
+def _means(step: RegionStep, group: str) -> list[Collective]:
+    """The collectives of a step's graphs by which gradients are averaged: a tensor parallel model has others."""
+    return [found for found in communication(*step.graphs).collectives if found.group == group]

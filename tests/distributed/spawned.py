@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ def on_ranks(work: Callable[..., Any], *args: Any, size: int = 2, seconds: float
                 process.start()
             for _, theirs in pipes:
                 theirs.close()
-            end = time.monotonic() + seconds
-            return [_received(ours, end) for ours, _ in pipes]
+            return _received([ours for ours, _ in pipes], time.monotonic() + seconds)
         finally:
             for process in running:
                 process.kill()
@@ -55,13 +54,20 @@ def results(work: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
     return found
 
 
-def _received(ours: Connection, end: float) -> Any:
-    if not ours.poll(max(end - time.monotonic(), 0)):
-        raise TimeoutError("a rank takes too long")
-    try:
-        return pickle.loads(ours.recv_bytes())
-    except EOFError:
-        return None
+def _received(pipes: list[Connection], end: float) -> list[Any]:
+    """What each process sends, in whatever order: one that waits to be heard does not end, and others may wait for that."""
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        ready = wait([p for i, p in enumerate(pipes) if i not in found], max(end - time.monotonic(), 0))
+        if not ready:
+            raise TimeoutError("a rank takes too long")
+        for i, pipe in enumerate(pipes):
+            if pipe in ready:
+                try:
+                    found[i] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    found[i] = None
+    return [found[i] for i in range(len(pipes))]
 
 
 def _run(theirs: Connection, group: tuple[str, int, float], rank: int, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -39,7 +39,11 @@ def measured(model: nn.Module, inputs: Any, **options: Any) -> int:
 
     gloo frees its copies in a thread of its own, at times only when more is there than has to be.
     """
-    opt = graphopt.optimize(model, inputs, passes=[], backend="aot_eager", **options)
+    return peak_of_steps(graphopt.optimize(model, inputs, passes=[], backend="aot_eager", **options), inputs)
+
+
+def peak_of_steps(opt: Any, inputs: Any) -> int:
+    """See `measured`."""
     optimizer = torch.optim.AdamW(opt.parameters())
 
     def train() -> None:
@@ -50,9 +54,9 @@ def measured(model: nn.Module, inputs: Any, **options: Any) -> int:
     for _ in range(FIRST_CALLS + 1):
         train()
     states = [value for state in optimizer.state.values() for value in state.values()]
-    given = list(inputs.values() if isinstance(inputs, dict) else inputs)
+    given = [t for t in (inputs.values() if isinstance(inputs, dict) else inputs) if t is not None]
     return min(peak_and_rest(train)[0] for _ in range(STEPS)) + sum(
-        map(own_bytes, (*model.parameters(), *model.buffers(), *states, *given))
+        map(own_bytes, (*opt.parameters(), *opt.buffers(), *states, *given))
     )
 
 
