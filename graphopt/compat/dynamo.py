@@ -12,6 +12,7 @@ import torch
 from torch import fx, nn
 
 from graphopt.compat.joint import intermediates_that_require_grad
+from graphopt.compat.once import messages_given_once
 
 COMPILATIONS = 64
 """Graphs that Dynamo compiles for one call before it leaves further ones to eager mode: plans count, too."""
@@ -48,8 +49,8 @@ class Settings:
     """Dynamo's settings while a model is compiled.
 
     Hooks that are added to a module later take effect, which Dynamo leaves unchecked by default. An integer attribute that
-    changes becomes an input of the graph. Recurrent layers are part of it. DistributedDataParallel does not divide graphs, which
-    are rewritten as wholes.
+    changes becomes an input of the graph. Recurrent layers are part of it. Neither DistributedDataParallel nor a message that is
+    given once divides graphs, which are rewritten as wholes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,6 +68,7 @@ class Settings:
     def __enter__(self) -> None:
         self.patched.append(contextlib.ExitStack())
         self.patched[-1].enter_context(intermediates_that_require_grad())
+        self.patched[-1].enter_context(messages_given_once())
         config = torch._dynamo.config
         self.before.append({name: getattr(config, name) for name in self.wanted})
         for name, value in self.wanted.items():

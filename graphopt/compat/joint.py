@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import logging
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from graphopt.compat.descriptions import (
     describe_output,
     take_meshes_out,
 )
+from graphopt.compat.once import messages_given_once
 from graphopt.errors import CaptureError
 
 
@@ -76,20 +76,13 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-    warn_once = getattr(logging.Logger, "warning_once", None)
-    metrics = logging.getLogger("torch._dynamo.metrics_context")
     with (
         warnings.catch_warnings(),
         intermediates_that_require_grad(),
-        torch._dynamo.config.patch(
-            ignore_logging_functions=set() if warn_once is None else {warn_once},
-            allow_rnn=True,
-            assume_static_by_default=True,
-            automatic_dynamic_shapes=False,
-        ),
+        messages_given_once(),
+        torch._dynamo.config.patch(allow_rnn=True, assume_static_by_default=True, automatic_dynamic_shapes=False),
     ):
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
-        was_disabled, metrics.disabled = metrics.disabled, True  # torch 2.11 cannot log the setting above, and says so
         try:
             graph = dynamo_graph_capture_for_export(module)(*args)
         except ConstraintViolationError as error:
@@ -98,8 +91,6 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
             if "ConstraintViolation" in str(error) or "mark_dynamic" in str(error):
                 raise BatchSpecialised(str(error)) from error
             raise CaptureError(_explain_graph_break(error)) from error
-        finally:
-            metrics.disabled = was_disabled
     for name in ("_dynamo_bytecode_flatten", "_dynamo_bytecode_unflatten"):
         part = getattr(graph, name, None)
         if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope

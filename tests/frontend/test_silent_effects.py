@@ -20,6 +20,8 @@ import graphopt
 from tests.frontend.stepping import BUDGETS, Two, X, assert_steps_as_in_eager, generated, plainly
 from tests.messages import warnings_of
 
+LOGGER = logging.getLogger("user")
+
 # Trainable tensors that are no registered parameters.
 
 
@@ -204,6 +206,22 @@ def test_ordinary_python_in_forward(how: str, budget: float | None) -> None:
     assert budget is None or opt.report.flops_ratio <= budget
     if how == "time":
         assert time.time() - model.started < 60
+
+
+def test_a_message_that_is_given_once_breaks_no_graph() -> None:
+    """As the loggers of transformers have them."""
+
+    class Telling(Two):
+        def between(self, hidden: Tensor) -> Tensor:
+            LOGGER.warning_once("hidden of %s", self.a.out_features)  # type: ignore[attr-defined]
+            return hidden
+
+    model, x = Telling(), generated(0, 4, 5)
+    with warnings_of("user") as told:
+        opt = graphopt.optimize(model, X, backend="aot_eager", fullgraph=True)
+        for _ in range(3):
+            assert torch.equal(opt(x), copy.deepcopy(model)(x))
+    assert told == [f"hidden of {model.a.out_features}"]
 
 
 def test_an_exception_of_forward_is_the_callers() -> None:

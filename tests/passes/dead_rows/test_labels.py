@@ -227,7 +227,10 @@ def masked_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
     common = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
     common |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    attention = {"num_key_value_heads": 2, "head_dim": 8}
     own = {
+        "Qwen3ForCausalLM": common | attention,
+        "Gemma2ForCausalLM": common | attention,
         "DistilBertForMaskedLM": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 50},
         "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50},
         "T5ForConditionalGeneration": {
