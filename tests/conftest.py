@@ -41,6 +41,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def _only_new_objects() -> None:
+    """`gc.collect()` looks at nothing but what the test makes: the objects of a suite take seconds."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _shared_captures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nothing but what is about tracing traces a model twice."""

@@ -126,6 +126,7 @@ def test_it_passes_for_the_model_and_shows_its_signature() -> None:
 
 
 @pytest.mark.parametrize("kind", ["one graph", "several graphs"])
+@pytest.mark.usefixtures("_only_new_objects")
 def test_a_model_that_is_dropped_is_freed(kind: str) -> None:
     names = set(vars(graphopt.capture))
     model, inputs, opt = made(kind)

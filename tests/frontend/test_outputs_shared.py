@@ -167,6 +167,7 @@ def test_a_tensor_with_a_history_that_the_model_holds_is_reached() -> None:
     assert_steps_as_in_eager(model, (rows(0),), train)
 
 
+@pytest.mark.usefixtures("_only_new_objects")
 def test_outputs_are_freed_while_the_loss_is_held() -> None:
     opt = graphopt.optimize(Shared(), (rows(0),), backend="aot_eager")
     for step in range(3):
@@ -178,6 +179,7 @@ def test_outputs_are_freed_while_the_loss_is_held() -> None:
         loss.backward()
 
 
+@pytest.mark.usefixtures("_only_new_objects")
 def test_what_a_step_read_is_freed_after_its_backward() -> None:
     opt = graphopt.optimize(Shared(), (rows(0),), backend="aot_eager")
     for step in range(4):

@@ -160,6 +160,7 @@ def test_functional_gradients_are_right() -> None:
 # Around the model.
 
 
+@pytest.mark.usefixtures("_only_new_objects")
 def test_models_are_freed() -> None:
     references = []
     for _ in range(3):

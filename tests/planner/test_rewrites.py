@@ -7,6 +7,7 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from graphopt.passes import GreenTrainer, Vcas, run_pass
 from graphopt.passes.vcas import SampleSizes
 
@@ -51,6 +52,7 @@ def test_another_graph_batch_pass_or_decision_is_another_rewrite() -> None:
     assert run.count == len(requests)
 
 
+@pytest.mark.usefixtures("_only_new_objects")
 def test_rewrites_go_with_the_graph_and_the_oldest_go_first() -> None:
     run, rewrite, graph = Counted(), GreenTrainer(), zoo.captured("mlp").clone()
     names = sorted(site.name for site in rewrite.applicable(graph))[: rewrites.LIMIT + 1]

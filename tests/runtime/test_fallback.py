@@ -133,6 +133,7 @@ def test_one_warning_per_cause(place: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.usefixtures("_only_new_objects")
 def test_what_runs_instead_trains_what_is_selected_and_nothing_else(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, opt = mlp(passes=[GreenTrainer(train=TRAINED)])
     Failing().patch(monkeypatch, place)

@@ -210,6 +210,7 @@ def test_a_new_shape_is_captured_while_updates_wait(expected: dict[int, dict[str
     assert same(model, expected[1])
 
 
+@pytest.mark.usefixtures("_only_new_objects")
 def test_the_last_updates_survive_the_optimizer(expected: dict[int, dict[str, Tensor]]) -> None:
     model, opt, optimizer = made("layerwise")
     train(opt, optimizer, range(2))
@@ -250,6 +251,7 @@ def test_another_optimizer_takes_over_from_the_first(expected: dict[int, dict[st
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
+@pytest.mark.usefixtures("_only_new_objects")
 def test_two_optimizers_share_the_weights(schedule: str) -> None:
     model, opt, _ = made(schedule)
     del _
