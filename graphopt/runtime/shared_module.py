@@ -93,6 +93,17 @@ class SharedModule(nn.Module):
             return True
         return name.startswith("_") and not hasattr(model, name)
 
+    def __len__(self) -> int:
+        """Of a model that has a length, such as `nn.Sequential`."""
+        return len(self._model)
+
+    def __bool__(self) -> bool:
+        return bool(self._model)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part of a model that has them by number or name."""
+        return self._model[key]
+
     @property
     def training(self) -> bool:
         """The model's own flag: setting either sets both."""

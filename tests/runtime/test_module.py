@@ -31,6 +31,17 @@ def test_it_shares_tensors_keys_and_attributes_with_the_model() -> None:
     assert all(not p.any() for p in model.parameters())
 
 
+def test_parts_of_a_sequence_are_found_as_in_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    opt = graphopt.optimize(model, (torch.randn(3, 4),), backend="aot_eager")
+    assert (len(opt), opt[0], opt[-1], list(opt)) == (3, model[0], model[2], list(model))
+    other = graphopt.optimize(nn.Linear(4, 1), (torch.randn(3, 4),), backend="aot_eager")
+    assert other
+    for wrong in (len, list, lambda model: model[0]):
+        with pytest.raises(TypeError):
+            wrong(other)
+
+
 def test_eval_mode_runs_the_plan_without_dropout_and_no_grad_the_model_itself() -> None:
     model, inputs = zoo.make("bert", 4, dropout=True)
     opt = graphopt.optimize(model, inputs, budget=0.6, backend="aot_eager")
