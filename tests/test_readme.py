@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 
 import graphopt
 from graphopt import cli
-from tests import fresh_machine
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")), *(ROOT / "docs").rglob("*.md")])
@@ -58,16 +57,10 @@ def test_the_readme_is_short() -> None:
 
 
 def test_targets_of_the_readme_are_there() -> None:
-    """Their commands are looked up here and not run: `make test` is what runs this."""
+    """Their commands are looked up here and not run: `make test` is what runs this. tests/fresh_machine.py runs them."""
     for line in TARGETS[0].splitlines():
         command = [*line.partition("#")[0].split(), "-n"]
         assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.long
-def test_the_readme_by_copy_and_paste_on_a_fresh_machine(tmp_path: Path) -> None:
-    """A clone in which nothing was done: installing torch and `make demo` take most of a quarter of an hour."""
-    fresh_machine.main(tmp_path / "graphopt")
 
 
 @pytest.mark.parametrize("layers", [1, pytest.param(None, marks=pytest.mark.long)])
