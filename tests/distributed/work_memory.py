@@ -17,7 +17,7 @@ from tests.measure import peak_and_rest
 
 BATCH, STEPS = 8, 6
 AVERAGED = ("bert", "llama", "cnn")
-SHARDED = ("bert", "llama", "vit")
+SHARDED = ("bert", "gpt2", "llama", "vit")
 
 
 def work(rank: int) -> dict[tuple[str, str], int]:
