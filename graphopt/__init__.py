@@ -2,7 +2,8 @@
 
 `optimize` turns a model into one whose training step is compiled under a budget, and `prepare` has a training loop of your own
 run it; `fit` says whether a step fits a GPU; `analyze` counts what it costs in FLOPs and bytes; `pareto` says what each budget
-buys, `plan` how to train on given devices. `dir(graphopt)` is all of it. torch is loaded when the first of these names is used.
+buys; `plan` says how to train on given devices, and `distribute` divides a model so. `dir(graphopt)` is all of it. torch is
+loaded when the first of these names is used.
 
 The house, room by room:
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from graphopt import passes as passes, testing as testing
     from graphopt.api import Analysis, analyze, optimize, pareto, plan
     from graphopt.budget import Budget
+    from graphopt.distributed.distributing import distribute
     from graphopt.integrations.fit import fit
     from graphopt.integrations.prepare import prepare
     from graphopt.integrations.trainer import TrainerCallback as TrainerCallback
@@ -60,6 +62,7 @@ __all__ = [
     "SelectionController",
     "TorchVersionError",
     "analyze",
+    "distribute",
     "errors",
     "fit",
     "optimize",
@@ -78,6 +81,7 @@ _HOMES = {
     "SelectionController": "graphopt.runtime.controllers",
     "TrainerCallback": "graphopt.integrations.trainer",  # needs transformers, which graphopt does not: not in __all__
     "analyze": "graphopt.api",
+    "distribute": "graphopt.distributed.distributing",
     "fit": "graphopt.integrations.fit",
     "optimize": "graphopt.api",
     "pareto": "graphopt.api",

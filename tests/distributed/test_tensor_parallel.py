@@ -86,6 +86,36 @@ def test_what_is_not_planned_runs_as_torch_compile_has_it(ranks: list[dict[str, 
         assert found["plan"].startswith("InputError: the weights of the model are divided among ranks already")
 
 
+def test_a_model_is_divided_as_a_plan_has_it(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        whole, _ = found["distributed, undivided"]
+        for strategy in ("CDP", "ADP", "TP"):
+            gradients, divided = found[f"distributed, {strategy}"]
+            assert_same(gradients, whole, sorted(whole))
+            wanted = {"CDP": [], "ADP": list(whole), "TP": [name for name in whole if "_proj" in name]}[strategy]
+            assert sorted(divided) == sorted(wanted)
+
+
+WHY = {
+    "again": "divided among ranks already",
+    "nothing": "there is nothing to carry out: nothing fits",
+    "offload": "plan with more devices",
+    "dimensions": "mesh has 2 dimensions, and ADP divides along one",
+    "no names": "pass init_device_mesh(.., (1, 2), mesh_dim_names=('dp', 'tp'))",
+    "other mesh": "mesh is 2 x 1, on which a batch of 4 does not fit by the plan: pass init_device_mesh(.., (1, 2)",
+    "no tp_plan": "it has no tp_plan. Set model.tp_plan",
+    "style": "divides model.layers.*.self_attn.q_proj by 'packed_colwise', for which torch",
+    "heads": "2 ranks cannot divide 1 heads",
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_what_cannot_be_divided(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert found["refused"][name].startswith("InputError: ")
+        assert WHY[name] in found["refused"][name]
+
+
 def test_a_rank_that_cannot_compile_adds_nothing_to_other_sums(ranks: list[dict[str, Any]]) -> None:
     told = [found["alone"] for found in ranks]
     second = next(i for i, error in enumerate(told) if error.startswith("RankError: this rank runs other sums in a step"))
@@ -112,4 +142,6 @@ def test_which_ranks_have_other_samples_has_to_be_said(four: list[dict[str, Any]
         assert "tensor parallel on 2 ranks, and 4 train it" in found["no mesh"][0]
         assert "fully_shard was applied to it, too" in found["fully_shard, notes"][0]
         ours, eager = found["fully_shard, too"]
-        assert_same(ours, eager, sorted(eager))
+        whole = found["fully_shard, one process"]
+        for gradients in (ours, eager):
+            assert_same(gradients, whole, sorted(whole))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import graphopt
@@ -19,6 +19,7 @@ from graphopt.analysis.communication import communication
 from graphopt.analysis.step_memory import step_memory
 from graphopt.planner.gradient_norms import gradient_norms
 from graphopt.planner.importance import measure_importance
+from graphopt.planner.parallel import MemoryPlan, StrategyRow
 from tests.distributed.work_ddp import error_of
 from tests.distributed.work_memory import peak_of_steps
 from tests.distributed.work_mesh import Counting
@@ -112,13 +113,18 @@ def ids(seed: int = 1) -> tuple[Tensor, Tensor]:
     return own, own
 
 
-def llama(mesh: Any) -> nn.Module:
-    """Whose attention heads are divided."""
+def llama(mesh: Any, **options: Any) -> nn.Module:
+    """Divided as its own `tp_plan` says, but for embeddings that are tied."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **sizes)
-    ways = {f"model.layers.*.self_attn.{n}_proj": RowwiseParallel() if n == "o" else ColwiseParallel() for n in "qkvo"}
-    return parallelize_module(transformers.LlamaForCausalLM(config).double(), mesh, ways)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, **options}
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    model: nn.Module = transformers.LlamaForCausalLM(config).double()
+    return model if mesh is None else graphopt.distribute(model, planned("TP"), mesh)
+
+
+def planned(strategy: str, table: Sequence[StrategyRow] = (), batch: int = 4) -> MemoryPlan:
+    """A plan such as `graphopt.plan` makes."""
+    return MemoryPlan(strategy, batch, (*table, StrategyRow(strategy, batch, batch, 1.0, 0, "")), 0, 0.0, ())
 
 
 def tokens(seed: int = 1) -> tuple[Any, ...]:
@@ -156,6 +162,7 @@ def work(rank: int) -> dict[str, Any]:
         if name == "llama":
             found["memory"] = step_memory(opt.graph, "aot_eager", "adamw").peak_bytes, peak_of_steps(opt, tokens())
     freezes(opt, layers(mesh), found)
+    distributes(mesh, found)
     refuses(mesh, found)
     found["alone"] = error_of(lambda: cannot_compile(rank, mesh))
     return found
@@ -191,6 +198,32 @@ def freezes(opt: Any, fresh: nn.Module, found: dict[str, Any]) -> None:
         model.zero_grad()
         model(*rows())[0].backward()
     found["anew"] = changed, gradients(opt), gradients(fresh), sorted(opt.selected)
+
+
+def distributes(mesh: Any, found: dict[str, Any]) -> None:
+    """What plans make of a model, beside the model as it is; and what cannot be made."""
+    runs = {"undivided": llama(None), "CDP": llama(None), "ADP": llama(None), "TP": llama(mesh)}
+    for strategy in ("CDP", "ADP"):
+        graphopt.distribute(runs[strategy], planned(strategy), mesh)
+    for strategy, model in runs.items():
+        model(*tokens())[0].backward()
+        divided = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+        found[f"distributed, {strategy}"] = gradients(model), divided
+    both, odd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), llama(None)
+    odd.tp_plan = {"model.layers.*.self_attn.q_proj": "packed_colwise"}
+    table = [StrategyRow("DP+TP (1 x 2)", 4, 4, 4.0, 0, "")]
+    calls = {
+        "again": (llama(mesh), planned("CDP"), mesh),
+        "nothing": (llama(None), planned("offload", batch=0), mesh),
+        "offload": (llama(None), planned("offload"), mesh),
+        "dimensions": (llama(None), planned("ADP"), both),
+        "no names": (llama(None), planned("DP+TP", table), mesh),
+        "other mesh": (llama(None), planned("DP+TP", table), both),
+        "no tp_plan": (Layers(False), planned("TP"), mesh),
+        "style": (odd, planned("TP"), mesh),
+        "heads": (llama(None, num_attention_heads=1), planned("TP"), mesh),
+    }
+    found["refused"] = {name: error_of(functools.partial(graphopt.distribute, *call)) for name, call in calls.items()}
 
 
 def refuses(mesh: Any, found: dict[str, Any]) -> None:
@@ -242,9 +275,18 @@ def on_mesh(rank: int) -> dict[str, Any]:
         found.setdefault("gathered", []).append((gradients(opt), opt.report.sections["distribute"]["in_graph"]))
     found["no mesh"] = optimised(layers(mesh["tp"]), own(rows()), BUDGET).report.notes
     found["fully_shard, too"] = []
+    start = Layers(False).double().state_dict()
+    for tensor in start.values():
+        dist.broadcast(tensor, 0)
+    undivided = Layers(False).double()
+    undivided.load_state_dict(start)
+    undivided(*rows())[0].backward()
+    found["fully_shard, one process"] = gradients(undivided)
     for optimises in (True, False):
-        model: Any = layers(mesh["tp"])
-        fully_shard(model, mesh=mesh["dp"])
+        model: Any = Layers(False).double()
+        model.load_state_dict(start)
+        model.tp_plan = {"up": "colwise", "down": "rowwise"}
+        graphopt.distribute(model, planned("DP+TP", [StrategyRow("DP+TP (2 x 2)", 4, 8, 8.0, 0, "")]), mesh)
         if optimises:
             model = optimised(model, own(rows()), BUDGET)
             found["fully_shard, notes"] = model.report.notes
