@@ -28,5 +28,15 @@ def argument_defaults(operator: Any) -> dict[str, Any]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node does something beside computing its result: it writes to a tensor, or to the world."""
+    """Whether a node does something beside computing its result: it writes to a tensor, or to the world.
+
+    torch never drops what waits for a collective. Here that has no effect where the collective has none: whatever is dropped is
+    dropped on all ranks.
+    """
+    target: Any = node.target
+    if getattr(target, "namespace", "") == "_c10d_functional" and target._opname == "wait_tensor":
+        source = node.args[0]
+        made = source.target if isinstance(source, fx.Node) and source.op == "call_function" else None
+        if getattr(made, "namespace", "") == "_c10d_functional" and not is_in_place(made):
+            return False
     return node.is_impure(impure_random=False)

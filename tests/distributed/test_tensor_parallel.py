@@ -40,19 +40,19 @@ def assert_same_steps(found: Steps, eager: Steps, names: list[str]) -> None:
 def test_as_in_eager_mode_but_for_what_is_not_trained(ranks: list[dict[str, Any]], name: str) -> None:
     for found in ranks:
         ours, eager, selected = found[name]
-        assert len(selected) > 0
-        assert (len(selected) < len(eager[0][1])) is (name != "llama")  # of which all is trained
+        assert 0 < len(selected) < len(eager[0][1])
         assert selected == ranks[0][name][2]
         assert_same_steps(ours, eager, selected)
 
 
 def test_flops_and_bytes_are_those_of_a_rank_and_cut_with_the_rest(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        executed, planned, whole = found["FLOPs"]
-        assert executed == planned <= work_tensor_parallel.BUDGET * whole
-        dispatched, counted, before = found["bytes"]
-        assert dispatched == counted
-        assert 0 < len(counted) < before
+        for executed, planned, whole in found["FLOPs"]:
+            assert executed == pytest.approx(planned, rel=5e-3)  # of a Llama's positions by frequencies
+            assert planned <= work_tensor_parallel.BUDGET * whole
+        for dispatched, counted, planned, before in found["bytes"]:
+            assert dispatched == counted == planned
+            assert 0 < len(counted) < before
 
 
 def test_tensors_are_rated_as_a_whole(ranks: list[dict[str, Any]]) -> None:

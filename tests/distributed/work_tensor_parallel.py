@@ -149,7 +149,7 @@ def work(rank: int) -> dict[str, Any]:
     mesh, found = init_device_mesh("cpu", (2,)), {}
     cases: dict[str, Any] = {
         "sequences": (sequences, ids, BUDGET),
-        "llama": (llama, tokens, None),
+        "llama": (llama, tokens, BUDGET),
         "in parts": (broken, rows, BUDGET),
         "layers": (layers, rows, BUDGET),
     }
@@ -157,10 +157,12 @@ def work(rank: int) -> dict[str, Any]:
         opt = optimised(make(mesh), batches(), budget)
         found[name] = steps(opt, batches), steps(make(mesh), batches, opt.selected), sorted(opt.selected)
         if name == "sequences":
-            counts(opt, found)
+            counts(opt, ids(), found)
             rates(mesh, opt.plan.importance.norms, found)
         if name == "llama":
-            found["memory"] = step_memory(opt.graph, "aot_eager", "adamw").peak_bytes, peak_of_steps(opt, tokens())
+            counts(opt, tokens(), found)
+            cut = opt.plan.rewrite(opt.graph)[0]
+            found["memory"] = step_memory(cut, "aot_eager", "adamw").peak_bytes, peak_of_steps(opt, tokens())
     freezes(opt, layers(mesh), found)
     distributes(mesh, found)
     refuses(mesh, found)
@@ -168,14 +170,16 @@ def work(rank: int) -> dict[str, Any]:
     return found
 
 
-def counts(opt: Any, found: dict[str, Any]) -> None:
+def counts(opt: Any, batch: Any, found: dict[str, Any]) -> None:
     """FLOPs and bytes, counted on graphs and as they are executed; and the collectives before anything was cut."""
-    executed = flops_of(opt, ids())
+    executed = flops_of(opt, batch)
     with Counting() as counting:
-        opt(*ids())[0].backward()
+        opt(*batch)[0].backward()
     sent = opt.report.communication.collectives
-    found["FLOPs"] = executed, opt.report.step_flops, opt.report.full_step_flops
-    found["bytes"] = sorted(counting.bytes), sorted(c.bytes for c in sent), len(communication(opt.graph).collectives)
+    found.setdefault("FLOPs", []).append((executed, opt.report.step_flops, opt.report.full_step_flops))
+    planned = communication(opt.plan.rewrite(opt.graph)[0]).collectives
+    bytes_of = [sorted(counting.bytes), *(sorted(c.bytes for c in of) for of in (sent, planned))]
+    found.setdefault("bytes", []).append((*bytes_of, len(communication(opt.graph).collectives)))
 
 
 def rates(mesh: Any, norms: dict[str, float], found: dict[str, Any]) -> None:
