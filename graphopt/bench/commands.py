@@ -136,7 +136,7 @@ def bench_distributed(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a rank of data parallel training sends per step and holds: exact, selected, compressed, DDP, FSDP; modelled times."""
+    """What a rank sends per step and holds: exact, selected, compressed, DDP, FSDP, tensor parallel; modelled times."""
     from graphopt.bench import distributed
 
     _measure(lambda console: distributed.run(_listed(models), ranks, console), distributed.show, out, as_json)

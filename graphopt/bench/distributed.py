@@ -1,10 +1,13 @@
 """`graphopt bench distributed`: what each rank of data parallel training sends per step, and how long that would take.
 
 Bytes are counted on the graphs that `optimize(mesh=...)` would run; for FSDP by the rules of `fully_shard` of every repeated
-block. On a ring of n ranks, an all-reduce of b bytes goes round twice in parts of b / n, a reduce-scatter once. An all-gather, to
-which each rank gives b bytes, goes round once in parts of b. Times come from a model and are not measured: every part takes
-alpha + bytes / beta, for a latency alpha in seconds and a bandwidth beta in bytes per second and direction. Nothing is taken to
-overlap, so that computing may hide some of it.
+block; for tensor parallelism on the divided model's graph, as the first of ranks that are pretended. There all ranks compute the
+same samples, and models are left out whose heads they cannot divide.
+
+On a ring of n ranks, an all-reduce of b bytes goes round twice in parts of b / n, a reduce-scatter once. An all-gather, to which
+each rank gives b bytes, goes round once in parts of b. Times come from a model and are not measured: every part takes alpha +
+bytes / beta, for a latency alpha in seconds and a bandwidth beta in bytes per second and direction. Nothing is taken to overlap,
+so that computing may hide some of it.
 """
 
 from __future__ import annotations
@@ -16,17 +19,27 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import graphopt
 from graphopt.analysis.communication import Collective, communication
+from graphopt.analysis.flops import flop_profile
 from graphopt.bench.cases import chosen
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
 from graphopt.bench.tables import table
+from graphopt.budget import Budget
+from graphopt.compat.distributed import pretended_ranks
+from graphopt.distributed.distributing import distribute
 from graphopt.distributed.predicted import averaged, predicted_collectives, predicted_parts
+from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
-from graphopt.passes import Lsp
+from graphopt.passes import GreenTrainer, Lsp, run_pass
 from graphopt.passes.distribute.buckets import in_buckets
+from graphopt.planner.capacity import capacity
+from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.parallel import MemoryPlan
+from graphopt.planner.plan import Plan
 from graphopt.report.units import in_bytes, in_seconds
 
 
@@ -77,6 +90,18 @@ def _linears() -> Case:
 CASES: dict[str, tuple[Callable[[], Case], int]] = {"minilm": (_minilm, 96), "linear": (_linears, 256)}
 """What makes a model, and the subspace of compressed gradients: a quarter of its width."""
 
+TP_PLANS: dict[str, dict[str, str]] = {
+    "minilm": {
+        "*.attention.self.query": "colwise",
+        "*.attention.self.key": "colwise",
+        "*.attention.self.value": "colwise",
+        "*.output.dense": "rowwise",
+        "*.intermediate.dense": "colwise",
+    },
+    "linear": {"layers.*": "colwise_gather_output"},
+}
+"""How models are divided; what one layer returns, the next of "linear" needs whole."""
+
 
 def run(models: list[str] | None, ranks: int, console: Console) -> dict[str, Any]:
     """Count for every model.
@@ -90,7 +115,7 @@ def run(models: list[str] | None, ranks: int, console: Console) -> dict[str, Any
     rows = []
     for name in chosen("model", models, list(CASES)):
         make, subspace = CASES[name]
-        for kind, (collectives, held) in _counted(make, subspace, ranks).items():
+        for kind, (collectives, held) in (_counted(make, subspace, ranks) | _divided(make, TP_PLANS[name], ranks)).items():
             rows.append(
                 {
                     "model": name,
@@ -131,6 +156,25 @@ def _counted(make: Callable[[], Case], subspace: int, ranks: int) -> dict[str, t
             collectives = predicted_collectives(graph.parameters, ranks, opt.selected)
             found[sharded] = collectives, held_bytes(graph, opt.selected, ranks)
     return found
+
+
+def _divided(make: Callable[[], Case], ways: dict[str, str], ranks: int) -> dict[str, tuple[list[Collective], int | None]]:
+    """The same under tensor parallelism; nothing where ranks cannot divide the heads."""
+    model, inputs = make()
+    model.tp_plan = ways  # type: ignore[assignment]
+    with pretended_ranks(ranks):
+        mesh = init_device_mesh("cpu", (ranks,))
+        try:
+            distribute(model, MemoryPlan("TP", 1, (), 0, 0.0, ()), mesh)
+        except InputError:
+            return {}
+        analysis = graphopt.analyze(model, inputs)
+    graph, flops = analysis.graph, flop_profile(analysis.graph)
+    limit = FlopsLimit(Plan(Budget(flops=0.5), (GreenTrainer(),)), graph, flops)
+    selected = limit.select(capacity(graph, flops)).names
+    cut, _ = run_pass(GreenTrainer(), graph, set(selected))
+    trained = {"TP": (graph, [p.name for p in graph.trainable]), "TP, flops=0.5": (cut, selected)}
+    return {kind: (list(communication(of).collectives), held_bytes(of, names, 1)) for kind, (of, names) in trained.items()}
 
 
 def held_bytes(graph: TrainingGraph, trained: Collection[str], ranks: int) -> int:

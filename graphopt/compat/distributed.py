@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import datetime
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 from torch.nn.parallel import DistributedDataParallel
+
+from graphopt.errors import InputError
 
 ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default if dist.is_available() else None
 """The collective as an operator of graphs."""
@@ -75,6 +78,24 @@ def is_of_another_rank(error: BaseException) -> bool:
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group of this name."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def pretended_ranks(number: int) -> Iterator[None]:
+    """This process is the first of so many that do not exist: their collectives can be traced, and give nothing when they run.
+
+    Raises:
+        InputError: torch.distributed is initialised.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise InputError("torch.distributed is initialised, so that no other ranks can be pretended: run this in one process.")
+    dist.init_process_group("fake", rank=0, world_size=number, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def backward_number() -> int:

@@ -21,7 +21,13 @@ def test_bytes_are_counted_and_times_follow_the_model() -> None:
     assert 4 * rows["FSDP"]["held_bytes"] == rows["DDP"]["held_bytes"] == rows["exact"]["held_bytes"] == 4 * full
     assert rows["selected, flops=0.5"]["held_bytes"] == full + 3 * rows["selected, flops=0.5"]["bytes"]
     assert 4 * rows["FSDP, flops=0.5"]["held_bytes"] == rows["selected, flops=0.5"]["held_bytes"]
+    assert 4 * rows["TP"]["held_bytes"] == 4 * full
+    whole = 64 * 1024 * 4  # gathered in each forward; their gradients are summed in the backward, but for those of the input
+    assert rows["TP"]["bytes"] == 6 * whole / 4 + 5 * whole
+    assert rows["TP, flops=0.5"]["bytes"] == 6 * whole / 4
     for kind, row in rows.items():
+        if "TP" in kind:  # both kinds of collectives
+            continue
         for name, seconds in row["modelled_seconds"].items():
             link, parts = distributed.LINKS[name], (3 if "FSDP" in kind else 6) * row["collectives"]
             assert seconds == pytest.approx(parts * link.alpha + row["sent_bytes"] / link.beta)
