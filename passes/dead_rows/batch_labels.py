@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +37,7 @@ class BatchLabels(State):
         decision = plan.decisions.get("dead_rows")
         if not isinstance(decision, Labelled) or decision.part is None:
             return plan
-        if self._known and self._fits(decision, args, kwargs):
+        if self._known and self._fits(decision, model, args, kwargs):
             self._draws = torch.get_rng_state()
             return plan
         return self._all_rows(plan, decision)
@@ -58,13 +60,27 @@ class BatchLabels(State):
             self._in_full = plan, plan.decided("dead_rows", Labelled(STEPS, decision.names))
         return self._in_full[1]
 
-    def _fits(self, decision: Labelled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _fits(self, decision: Labelled, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         assert decision.part is not None
         graph: TrainingGraph | None = self._opt.graph
         if graph is None:  # of a model that was unpickled, before its first step
             return False
         call = flatten_call(args, kwargs)
-        tensors = dict(zip(call.names, call.tensors, strict=True))
-        inputs = {i: tensors[name] for i, name in enumerate(decision.names) if name in tensors}
+        parameters = _parameters(model)
+        tensors = {_named(name, parameters): tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
+        names = (_named(name, parameters) for name in decision.names)
+        inputs = {i: tensors[name] for i, name in enumerate(names) if name in tensors}
         found = counted(graph, inputs, batch_size(args, kwargs, self._opt.captures.batch_dim))
         return found is not None and all(most <= places_for(length, decision.part) for most, length in found)
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    """Of a model's forward: those that are given by their place or by name."""
+    found = inspect.signature(model.forward).parameters.values()
+    return [p.name for p in found if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
+def _named(name: str, parameters: Sequence[str]) -> str:
+    """The name of an argument that was given by its place, too: the example may have been given otherwise."""
+    place, dot, rest = name.partition(".")
+    return parameters[int(place)] + dot + rest if place.isdigit() and int(place) < len(parameters) else name
