@@ -60,7 +60,8 @@ class OutputAlias:
 def take_meshes_out(module: fx.GraphModule) -> None:
     """Have a joint graph neither take nor return the meshes of DTensors, which are no tensors and which nothing reads."""
     output = module.graph.output_node()
-    kept = [(result, desc) for result, desc in zip(output.args[0], output.meta["desc"], strict=True) if not _is_mesh(desc)]  # type: ignore[arg-type]
+    returned: Any = output.args[0]
+    kept = [(result, desc) for result, desc in zip(returned, output.meta["desc"], strict=True) if not _is_mesh(desc)]
     output.args = (tuple(result for result, _ in kept),)
     output.meta["desc"] = type(output.meta["desc"])(desc for _, desc in kept)
     for node in module.graph.find_nodes(op="placeholder"):
