@@ -95,18 +95,24 @@ def by_tokens(program: str, rows: list[Tensor], whole: list[Tensor], chunk: int,
     run, count, active = _compiled(code.source), rows[0].shape[0], None
     if code.ignored is not None:
         active = (rows[code.labels] != code.ignored).nonzero().flatten()
-        count, active = active.shape[0], None if active.shape[0] == count else active  # slices of all rows need no copies
+        count, active = active.shape[0], None if active.shape[0] == count else active
     results = _empty(code, rows[0], rows_too=active is not None)
     for start in range(0, count, chunk):
         size = min(chunk, count - start)
         index: Any = slice(start, start + size) if active is None else active[start : start + size]
-        _add(code.results, results, run(size, *_rows_of(rows, index, active is not None), *whole), index)
+        _add(code.results, results, run(size, *_rows_of(rows, index, code.ignored is not None), *whole), index)
     return results
 
 
 def _rows_of(rows: Sequence[Tensor], index: Any, copied: bool) -> list[Tensor]:
-    """The rows of a chunk; the caller holds no name for them, so that one chunk's are gone when the next one's are taken."""
-    return [t.index_select(0, index) if copied else t[index] for t in rows]
+    """The rows of a chunk; the caller holds no name for them, so that one chunk's are gone when the next one's are taken.
+
+    Args:
+        copied: a program that may leave tokens out writes in the place of rows, whether this batch has such tokens or not.
+    """
+    if isinstance(index, slice):
+        return [t[index].clone() if copied else t[index] for t in rows]
+    return [t.index_select(0, index) for t in rows]
 
 
 def by_tokens_flops(program: Any, rows: Any, whole: Any, chunk: Any, flops: Any, workspace: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,17 @@ def test_ignored_tokens_are_left_out_where_only_the_loss_reads_logits(form: str)
     assert Program.of(node.args[0]).ignored == -100
 
 
+@pytest.mark.parametrize("ignored", [0, 4])
+def test_logits_that_are_returned_stay_as_they_are(ignored: int) -> None:
+    """Where every token has a label, too: nothing is left out then, and rows were not copied."""
+    model, inputs = LanguageModel("returned").double(), batch(ignored=ignored)
+    opt = graphopt.optimize(model, inputs, passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    ours, eager = opt(*inputs), copy.deepcopy(model)(*inputs)
+    assert opt.last_step is not None
+    assert opt.last_step.reports[0].changes.changed == ("head.weight",)
+    torch.testing.assert_close(ours, eager)
+
+
 DRAWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weights of tokens": lambda logits, labels: (
         F.cross_entropy(logits, labels, reduction="none") * torch.rand(len(labels), dtype=logits.dtype)
