@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from graphopt.compat.annotating import annotated_by_this_thread
 from graphopt.compat.descriptions import (
     InputDesc,
     OutputAlias,
@@ -80,6 +81,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         warnings.catch_warnings(),
         intermediates_that_require_grad(),
         messages_given_once(),
+        annotated_by_this_thread(),
         torch._dynamo.config.patch(allow_rnn=True, assume_static_by_default=True, automatic_dynamic_shapes=False),
     ):
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
