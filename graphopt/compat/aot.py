@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
+from graphopt.compat.counted_draws import count_repeated_draws
 from graphopt.compat.fakes import fake_mode_of, retrace
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.joint import open_recurrent_layers
@@ -244,6 +245,7 @@ def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     from torch.fx._lazy_graph_module import _LazyGraphModule
     from torch.fx.graph import _BoxedCodeGen
 
+    count_repeated_draws()
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
     _LazyGraphModule.force_recompile(graph)

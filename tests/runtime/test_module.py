@@ -6,6 +6,8 @@ import pytest
 import torch
 from graphopt.passes import GreenTrainer, Lsp
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
@@ -117,6 +119,31 @@ def test_a_flop_counter_around_a_call_that_is_traced_counts_the_step_alone() -> 
         opt(torch.randn(1, 11)).square().sum().backward()
     assert opt.model_runs == 0
     assert counter.get_total_flops() == 2 * 11 * (11 + 11 + 3)  # forward, and the first weight, the last, and between them
+
+
+class Repeated(nn.Module):
+    """Draws numbers in a region that its backward computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(lambda x: F.dropout(self.first(x), 0.5).relu(), x, use_reentrant=False)).square().sum()
+
+
+def test_a_flop_counter_around_draws_that_are_repeated_counts_them_and_changes_nothing() -> None:
+    model, x = Repeated(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), passes=[], backend="aot_eager")
+    torch.manual_seed(0)
+    opt(x).backward()
+    expected = model.first.weight.grad
+    opt.zero_grad()
+    torch.manual_seed(0)
+    with FlopCounterMode(display=False) as counter:
+        opt(x).backward()
+    torch.testing.assert_close(model.first.weight.grad, expected, rtol=0, atol=0)
+    assert counter.get_total_flops() == 2 * 4 * 8 * (3 * 8 + 3 * 3)  # the first layer's product three times, the last's three
 
 
 class Positions(nn.Module):
