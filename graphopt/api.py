@@ -23,9 +23,10 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
+from graphopt.compat.fsdp import held_names
 from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.predicted import averaged
-from graphopt.distributed.sharded import budget_for
+from graphopt.distributed.sharded import budget_for, to_be_averaged
 from graphopt.distributed.tensor_parallel import is_divided, require_ranks, require_undivided
 from graphopt.distributed.together import ranks_for
 from graphopt.errors import InputError, NothingToPlan, PassError
@@ -120,7 +121,7 @@ def optimize(
     require_storage(model)
     require_one_replica(model)
     ranks = ranks_for(model, mesh, group)
-    chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None)
+    chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, held_names(model))
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
     with training_mode(model), whole_graphs():
@@ -152,7 +153,8 @@ def optimize(
     seconds = time.perf_counter() - start - capture_seconds
     opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph, ranks)
     unplanned = () if recording is None else (*recording.unplanned, left_to_eager_mode(model, graph))
-    for told in filter(None, (*unplanned, unlimited)):
+    unaveraged = to_be_averaged(model) if mesh is None and ranks.several else ""
+    for told in filter(None, (*unplanned, unlimited, unaveraged)):
         opt.note(told)
     opt.start_techniques()
     if verify:

@@ -49,14 +49,15 @@ def in_order(passes: Iterable[Pass]) -> tuple[Pass, ...]:
     return tuple(sorted(passes, key=lambda p: known.get(p.name, own[p.preserves])))
 
 
-def communicating(group: str, size: int) -> Technique:
+def communicating(group: str, size: int, elsewhere: frozenset[str] = frozenset()) -> Technique:
     """What `optimize(mesh=...)` adds: the last technique, which has graphs communicate.
 
     Args:
         group: the name of the process group.
         size: its number of ranks.
+        elsewhere: parameters whose gradients something else averages.
     """
-    return Distribute(group, size)
+    return Distribute(group, size, elsewhere=elsewhere)
 
 
 __all__ = [

@@ -77,6 +77,12 @@ def held_parameters(model: nn.Module) -> list[Held]:
     return [held for part in parts_of(model) for held in part.parameters]
 
 
+def held_names(model: nn.Module) -> frozenset[str]:
+    """All names of those."""
+    forms = {id(form) for held in held_parameters(model) for form in (held.sharded, held.whole)}
+    return frozenset(name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in forms)
+
+
 def parts_of(model: nn.Module) -> list[Part]:
     """All of a model that is sharded; nothing of any other."""
     if not is_sharded(model):  # which is quick

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.compat.distributed import local_part
+from graphopt.compat.fsdp import held_names
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import InputError, NothingToPlan, PassError
 from graphopt.graph import TrainingGraph
@@ -34,9 +35,13 @@ def plan_of_rank_0(plan: Plan, ranks: Ranks, chosen: Sequence[Pass], what: str) 
     return replace(plan.with_passes([own[name] for name in names]), decisions=decisions, **theirs)
 
 
-def for_ranks(passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool) -> tuple[Pass, ...]:
+def for_ranks(
+    passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool, elsewhere: frozenset[str] = frozenset()
+) -> tuple[Pass, ...]:
     """The passes that several ranks can use; with a mesh, and what averages their gradients.
 
+    Args:
+        elsewhere: parameters whose gradients something else averages.
     Raises:
         PassError: the caller has named another.
     """
@@ -49,7 +54,7 @@ def for_ranks(passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool) ->
         if not auto:
             raise PassError(f"{name} cannot train on several ranks: {why}. Leave {name} out, or train on one process.")
     kept = tuple(p for p in passes if p.name not in others)
-    return (*kept, communicating(ranks.samples.group_name, ranks.samples.size)) if mesh else kept
+    return (*kept, communicating(ranks.samples.group_name, ranks.samples.size, elsewhere)) if mesh else kept
 
 
 def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
@@ -63,8 +68,9 @@ def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
 
 def require_same_weights(model: nn.Module, ranks: Ranks) -> None:
     """Raise `InputError`, on every rank, where weights or buffers differ: averaged gradients would not keep them together."""
-    tensors = model.state_dict().items()
-    found = ranks.samples.gather({name: _fingerprint(tensor) for name, tensor in tensors}, "comparing weights")
+    apart = held_names(model)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in apart}
+    found = ranks.samples.gather({name: _fingerprint(tensor) for name, tensor in tensors.items()}, "comparing weights")
     for rank, theirs in enumerate(found):
         other = next((name for name in sorted({*theirs, *found[0]}) if theirs.get(name) != found[0].get(name)), None)
         if other is not None:

@@ -25,6 +25,23 @@ def budget_for(model: nn.Module, budget: Budget) -> tuple[Budget, str]:
     return replace(budget, memory=None), "memory= limits nothing: the memory of a step with sharded weights is not predicted"
 
 
+def ignored_by_fully_shard(model: nn.Module) -> list[str]:
+    """Trained parameters of a sharded model that `fully_shard` was told to ignore, or not applied to."""
+    held = fsdp.held_names(model)
+    return [name for name, p in model.named_parameters() if held and p.requires_grad and name not in held]
+
+
+def to_be_averaged(model: nn.Module) -> str:
+    """What to tell where nobody averages their gradients; "" if there are none."""
+    names = ignored_by_fully_shard(model)
+    if not names:
+        return ""
+    return (
+        f"fully_shard does not average the gradients of {len(names)} trained parameters, which it ignores or was not applied to "
+        f"(the first is {names[0]}): pass optimize(mesh=...), or average them before each optimizer step"
+    )
+
+
 def mean_gradients(model: nn.Module, run: Callable[[], Tensor], names: Collection[str]) -> dict[str, Tensor | None]:
     """Gradients of a model with DTensors, averaged where `fully_shard` does that; None for one that the loss does not depend on.
 

@@ -88,6 +88,8 @@ def mean_of_ranks(gradients: Mapping[str, Tensor | None], model: nn.Module, rank
         what: see `Ranks`.
     """
     own = dict(model.named_parameters(remove_duplicate=False))
-    placed = [None if g is None else distributed_like(g, own[name]) for name, g in gradients.items()]
-    means = ranks.samples.mean([None if g is None else local_part(g) for g in placed], what)
-    return [None if mean is None else distributed_like(mean, own[name]) for name, mean in zip(gradients, means, strict=True)]
+    done = fsdp.held_names(model)  # whose backward has averaged
+    placed = {name: None if g is None else distributed_like(g, own[name]) for name, g in gradients.items() if name not in done}
+    means = ranks.samples.mean([None if g is None else local_part(g) for g in placed.values()], what)
+    found = {n: None if mean is None else distributed_like(mean, own[n]) for n, mean in zip(placed, means, strict=True)}
+    return [{**gradients, **found}[name] for name in gradients]

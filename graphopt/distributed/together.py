@@ -8,6 +8,7 @@ from torch import nn
 
 from graphopt.compat import fsdp
 from graphopt.distributed.ranks import Ranks
+from graphopt.distributed.sharded import ignored_by_fully_shard
 from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.errors import InputError
 
@@ -25,7 +26,7 @@ def ranks_for(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | N
         InputError: the mesh does not fit the model or the group.
     """
     if fsdp.is_sharded(model):
-        return Ranks(ranks_of(model, mesh, group), samples=Ranks.alone())
+        return _ranks_of_sharded(model, mesh, group)
     if is_parallel(model):
         return Ranks(group, samples=Ranks.alone() if mesh is None else Ranks(group_of(mesh, None)))
     return Ranks(group_of(mesh, group))
@@ -50,17 +51,18 @@ def group_of(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGrou
     return found
 
 
-def ranks_of(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
-    """The processes that train a sharded model together.
-
-    Args:
-        group: the caller's, if any.
-    Raises:
-        InputError: a mesh was given, too.
-    """
-    if mesh is not None:
+def _ranks_of_sharded(model: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None) -> Ranks:
+    """`fully_shard` averages the gradients of what it holds; a mesh those of what it was told to ignore."""
+    if mesh is not None and not ignored_by_fully_shard(model):
         raise InputError(
             "fully_shard was applied to the model, which averages its gradients: leave mesh= out, or give optimize() a model "
             "that is not sharded."
         )
-    return fsdp.group_of_ranks(model) if group is None else group
+    samples = Ranks.alone() if mesh is None else Ranks(group_of(mesh, None))
+    ranks = Ranks(fsdp.group_of_ranks(model) if group is None else group, samples=samples)
+    if mesh is not None and samples.size != ranks.size:
+        raise InputError(
+            f"mesh has {samples.size} ranks, and the sharded model is trained on {ranks.size}: pass a mesh of one dimension that "
+            "has all of them, or optimize(group=...)."
+        )
+    return ranks

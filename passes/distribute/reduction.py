@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphopt.analysis.communication import Collective, communication
-from graphopt.compat import pytree
+from graphopt.compat import fsdp, pytree
 from graphopt.compat.distributed import (
     active_ddp,
     backward_number,
@@ -79,7 +79,8 @@ class Reduction(State):
 
     def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """The plan without collectives where gradients of other steps are to be averaged with those of this one."""
-        self._gathers = self._local or not self._averages_inside(active_ddp())
+        gathers = bool(self.rewrite.elsewhere) and not fsdp.reduces(model)
+        self._gathers = self._local or gathers or not self._averages_inside(active_ddp())
         if not (self._gathers or self.pending):
             return plan
         if plan is not self._plan[0]:
@@ -105,7 +106,7 @@ class Reduction(State):
             return
         here = (step, self._opt.plan, self.pending)
         if not all(now is before for now, before in zip(here, self._step, strict=True)):
-            self.why_after = "gradients have gathered since no_sync()" if self.pending else _why_after(step, self.rewrite.group)
+            self.why_after = "gradients have gathered since no_sync()" if self.pending else _why_after(step, self.rewrite)
             self._outside = self._others()
             self._check(step)
             self._step, self._sent = here, []
@@ -120,7 +121,7 @@ class Reduction(State):
     def _others(self) -> dict[str, Tensor]:
         """Trained parameters of which the plan's graph has no gradient; other batches may reach them, on one rank alone."""
         opt = self._opt
-        known = set(opt.plan.decisions[self.rewrite.name].order)
+        known = {*opt.plan.decisions[self.rewrite.name].order, *self.rewrite.elsewhere}
         return {n: p for n, p in opt.named_parameters() if p.requires_grad and n not in known and opt.selects_tensor(n)}
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -231,16 +232,18 @@ def _dense(tensor: Tensor) -> Tensor:
     return own.to_dense() if own.layout != torch.strided else own
 
 
-def _why_after(step: RegionStep | None, group: str) -> str:
+def _why_after(step: RegionStep | None, rewrite: Distribute) -> str:
     """Why a step's gradients are averaged after its backward; "" if its graph averages them all."""
     if step is None:
         return "the model itself runs"
+    if rewrite.elsewhere:
+        return "fully_shard averages others"
     if step.plan.measures:
         return "the step measures"
     computing = [r for r in step.regions if r.reduced or (r.graph is not None and r.graph.gradients())]
     if len(computing) != 1 or step.broken:
         return "the step is not one graph"
-    return "" if _means(step, group) else "the plan could not be carried out as it is"
+    return "" if _means(step, rewrite.group) else "the plan could not be carried out as it is"
 
 
 def _means(step: RegionStep, group: str) -> list[Collective]:

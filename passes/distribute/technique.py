@@ -62,11 +62,13 @@ class Distribute(Technique):
         group: the name of the process group.
         size: its number of ranks.
         bucket_bytes: see `in_buckets`.
+        elsewhere: names of parameters whose gradients `fully_shard` averages. The others' are then averaged after the backward.
     """
 
     group: str
     size: int
     bucket_bytes: int = BYTES
+    elsewhere: frozenset[str] = frozenset()
     name = "distribute"
     preserves = Preserves.EXACT
     serves = ()
@@ -79,11 +81,14 @@ class Distribute(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """The plan with the order in which gradients become ready; buckets count in the memory that is planned."""
-        return plan.decided(self.name, Reduced(ready_order(planning.graph)))
+        return plan.decided(self.name, self._reduced(planning.graph))
 
     def reselected(self, plan: Plan, graph: TrainingGraph, not_separable: Any) -> Plan:
         """The same of a graph in which other parameters may be frozen."""
-        return plan.decided(self.name, Reduced(ready_order(graph)))
+        return plan.decided(self.name, self._reduced(graph))
+
+    def _reduced(self, graph: TrainingGraph) -> Reduced:
+        return Reduced(tuple(name for name in ready_order(graph) if name not in self.elsewhere))
 
     def decide(
         self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph
@@ -93,7 +98,7 @@ class Distribute(Technique):
         `reduction` then averages them after the backward, in the same buckets.
         """
         mine: Reduced | None = plan.decisions.get(self.name)
-        if mine is None or mine.local or plan.measures:
+        if mine is None or mine.local or plan.measures or self.elsewhere:
             return (), ()
         wanted = mine.wanted(plan.train, {p.name for p in captured.parameters if not p.trainable})
         values = {name: node.meta["val"] for name, node in graph.gradients().items()}

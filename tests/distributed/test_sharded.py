@@ -94,6 +94,36 @@ def test_gradients_that_gather_before_they_are_averaged(two: list[dict[str, Any]
         assert_same(found["accumulated"], {name: wanted[name] for name in found["accumulated"]})
 
 
+def test_replicated_adapters_on_a_sharded_base(two: list[dict[str, Any]]) -> None:
+    def joint(seed: int = 0) -> dict[str, Tensor]:
+        ids = torch.cat([work_sharded.tokens(rank, seed)[0] for rank in range(2)])
+        return {"input_ids": ids, "labels": ids}
+
+    model = work_sharded.adapted()
+    model(**joint()).loss.backward()
+    wanted = work_sharded.gradients(model)
+    for name, parameter in model.named_parameters():
+        parameter.grad = None
+        parameter.requires_grad_(name in two[0]["replicated"][1])
+    one = work_sharded.adapted_curve(model, joint)
+    for found in two:
+        (twice, selected, told, model_runs), (own, notes) = found["replicated"], found["own"]
+        assert model_runs == 0
+        assert 0 < len(selected) < len(wanted)
+        assert_same(twice, {name: 2 * wanted[name] for name in selected})
+        assert told["ranks"] == 2
+        sent = [size for kind, size in found["replicated, sent"] if kind == "all_reduce"]
+        assert sent == [sum(wanted[name].nbytes for name in selected)]
+        assert {kind for kind, _ in found["replicated, sent"]} == {"all_reduce", "all_gather"}
+        assert any(note.startswith("fully_shard does not average the gradients of 8 trained parameters") for note in notes)
+        assert sorted(own) == sorted(wanted)
+        assert not torch.allclose(own[selected[0]], wanted[selected[0]])
+        assert found["another mesh"].startswith("InputError: mesh has 1 ranks, and the sharded model is trained on 2")
+        assert found["other adapters"].startswith(f"InputError: {selected[0]} is not the same on ranks 0 and 1")
+    for losses in zip(*(found["replicated, curve"] for found in two), one, strict=True):
+        assert sum(losses[:2]) / 2 == pytest.approx(losses[2], rel=1e-6)  # in float32, as the model has it
+
+
 def test_freezing_and_selecting_anew(two: list[dict[str, Any]]) -> None:
     for found in two:
         wanted = found["layers"]["eager"][0][1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 import transformers
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -81,6 +83,13 @@ def llama() -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     return transformers.LlamaForCausalLM(config).double()
+
+
+def adapted() -> nn.Module:
+    """With adapters of two of its layers; all else is frozen."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(llama(), config).double()
 
 
 def rows(rank: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -220,6 +229,7 @@ def two(rank: int, folder: str) -> dict[str, Any]:
     found["accumulated"], found["accumulated, eager"] = accumulated(rank, opt), accumulated(rank, only(layers, mesh, None))
     found["mesh, too"] = error_of(lambda: optimised(opt, rows(rank), 0.6, mesh=mesh))
     changes(rank, mesh, found)
+    replicated(rank, mesh, found)
     return found
 
 
@@ -240,6 +250,56 @@ def accumulated(rank: int, run: Any) -> dict[str, Tensor]:
         run.set_requires_gradient_sync(seed == 2)
         run(*rows(rank, seed))[0].backward()
     return gradients(run)
+
+
+def labelled(rank: int, seed: int = 0) -> dict[str, Tensor]:
+    ids = tokens(rank, seed)[0]
+    return {"input_ids": ids, "labels": ids}
+
+
+def adapted_curve(run: nn.Module, batch: Callable[[int], dict[str, Tensor]]) -> list[float]:
+    """Losses of some steps of two batches each, the first of which is not averaged by itself."""
+    optimizer, losses = adamw(run), []
+    for seed in range(4):
+        if isinstance(run, FSDPModule):
+            run.set_requires_gradient_sync(seed % 2 == 1)
+        loss = run(**batch(seed)).loss
+        loss.backward()
+        if seed % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def replicated(rank: int, mesh: Any, found: dict[str, Any]) -> None:
+    """A frozen base whose weights are divided, under adapters that every rank has whole."""
+
+    def model() -> nn.Module:
+        made = adapted()
+        whole_on_all = {p for p in made.parameters() if p.requires_grad}
+        for block in made.base_model.model.model.layers:
+            fully_shard(block, mesh=mesh, ignored_params=whole_on_all)
+        fully_shard(made, mesh=mesh, ignored_params=whole_on_all)
+        return made
+
+    batch = functools.partial(labelled, rank)
+    opt = optimised(model(), batch(), 0.9, mesh=mesh)
+    for _ in range(2):
+        opt(**batch()).loss.backward()
+    found["replicated"] = gradients(opt), sorted(opt.selected), opt.report.sections["distribute"], opt.model_runs
+    found["replicated, sent"] = [(c.kind, c.bytes) for c in opt.report.communication.collectives]
+    opt.zero_grad()
+    found["replicated, curve"] = adapted_curve(opt, batch)
+    eager = optimised(model(), batch(), passes=[])  # without a mesh
+    eager(**batch()).loss.backward()
+    found["own"] = gradients(eager), eager.report.notes
+    half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("here", "there"))["there"]
+    found["another mesh"] = error_of(lambda: optimised(model(), batch(), mesh=half))
+    other = model()
+    with torch.no_grad():
+        other.get_parameter(found["replicated"][1][0]).add_(rank)
+    found["other adapters"] = error_of(lambda: optimised(other, batch(), mesh=mesh))
 
 
 def changes(rank: int, mesh: Any, found: dict[str, Any]) -> None:
