@@ -142,37 +142,26 @@ def bench_distributed(
     _measure(lambda console: distributed.run(_listed(models), ranks, console), distributed.show, out, as_json)
 
 
-@bench_app.command("budget")
-def bench_budget(
-    variants: Annotated[
-        str,
-        typer.Option(help="Of exact, greentrainer, vcas, lsp, runlora, auto, with commas; else those not run yet."),
-    ] = "",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of exact training.")] = 600,
-    most_steps: Annotated[int, typer.Option(min=0, help="Steps of every other run, at most; 0: as many as exact training.")] = 0,
-    time: Annotated[float, typer.Option(min=0.01, help="Part of exact training's time that every other run gets.")] = 1.0,
-    rates: Annotated[str, typer.Option(help="Peak learning rates that differ from the defaults, as auto=5e-4,lsp=1e-3.")] = "",
-    seed: Annotated[int, typer.Option(help="Of the head, the batches and dropout.")] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: as many as torch takes.")] = 0,
-    evaluate: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 50,
-    validation_rows: Annotated[int, typer.Option(min=1, help="Rows used by them; the end is evaluated on all 5,000.")] = 2000,
+@bench_app.command("suite")
+def bench_suite(
+    tasks: Annotated[str, typer.Option(help="Of glosses, parts_of_speech, digits, definitions, with commas.")] = "",
+    ways: Annotated[str, typer.Option(help="Ways to train, with commas; all by default, and exact training.")] = "",
+    steps: Annotated[int, typer.Option(min=0, help="Steps of exact training; 0: the task's own number.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Of each way at its best learning rate.")] = 3,
+    time: Annotated[float, typer.Option(min=0.01, help="Part of exact training's time that every other way gets.")] = 1.0,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     backend: Annotated[str, typer.Option(help="inductor, or aot_eager to compile nothing.")] = "inductor",
-    out: Folder = Path("out/bench_budget"),
+    out: Folder = Path("out/bench_suite"),
     as_json: AsJson = False,
 ) -> None:
-    """Accuracy over time of exact training, of each technique, and of what a budget chooses, in the same time."""
-    import torch
-
-    from graphopt.bench import budget
-    from graphopt.bench.budget_run import Settings
+    """What each way to fine-tune is worth at equal time: exact training, techniques, and what people use instead."""
+    from graphopt.bench import suite
+    from graphopt.bench.selection_tasks import TASKS
     from graphopt.lower import check_backend
 
     check_backend(backend)
-    settings = Settings(
-        steps, most_steps or steps, time, seed, threads or torch.get_num_threads(), evaluate, validation_rows, backend
-    )
-    peaks = budget.parse_rates(rates)
-    _measure(lambda console: budget.run(_listed(variants), settings, peaks, out, console), budget.show, None, as_json)
+    settings = suite.Settings(tuple(_listed(tasks) or TASKS), tuple(_listed(ways) or ()), steps, seeds, time, threads, backend)
+    _measure(lambda console: suite.run(settings, out, console), suite.show, None, as_json)
 
 
 @bench_app.command("selection")

@@ -25,6 +25,7 @@ from graphopt.bench.selection_run import RESULTS, RULES, Run, finished, train
 from graphopt.bench.selection_tasks import TASKS, load
 from graphopt.bench.tables import table
 from graphopt.bench.timing import this_device
+from graphopt.bench.tuning import best_rate, next_rate
 from graphopt.errors import InputError
 
 DRAWS = 5
@@ -108,11 +109,11 @@ def missing(settings: Settings, results: Sequence[Result], rates: Mapping[str, f
             tuned: dict[str, tuple[float, int, float]] = {}
             for rule in settings.rules:
                 found = [r for r in results if _belongs(r, task, rule, flops, steps[task])]
-                wanted = _next_rate(found, rates[task])
+                wanted = next_rate(_tried(found).items(), rates[task])
                 if wanted is not None:
                     yield _run(task, rule, flops, wanted, steps[task], 0, 0)
                     continue
-                rate = _best_rate(found)
+                rate = best_rate(_tried(found))
                 draws = range(DRAWS if rule == "random" else 1)
                 values = {r["draw"]: r["accuracy"] for r in found if r["rate"] == rate and r["seed"] == 0}
                 yield from (_run(task, rule, flops, rate, steps[task], 0, d) for d in draws if d not in values)
@@ -142,19 +143,9 @@ def _same(result: Result, run: Run) -> bool:
     return all(result[field.name] == getattr(run, field.name) for field in fields(Run))
 
 
-def _next_rate(found: Sequence[Result], first: float) -> float | None:
-    """The next learning rate to try with seed 0; None where the best of those tried lies between two others."""
-    tried = sorted(r["rate"] for r in found if r["seed"] == 0 and r["draw"] == 0)
-    if not tried:
-        return first
-    best = _best_rate(found)
-    if best == tried[0]:
-        return best / 2
-    return best * 2 if best == tried[-1] else None
-
-
-def _best_rate(found: Sequence[Result]) -> float:
-    return max((r for r in found if r["seed"] == 0 and r["draw"] == 0), key=lambda r: r["accuracy"])["rate"]
+def _tried(found: Sequence[Result]) -> dict[float, float]:
+    """Learning rates that were tried with the first seed and draw, and their accuracies."""
+    return {r["rate"]: r["accuracy"] for r in found if r["seed"] == 0 and r["draw"] == 0}
 
 
 def compare(
@@ -168,7 +159,7 @@ def compare(
                 found = [r for r in results if _belongs(r, task, rule, flops, steps[task])]
                 if not found:
                     continue
-                rate = _best_rate(found)
+                rate = best_rate(_tried(found))
                 by_draw: dict[int, list[Result]] = defaultdict(list)
                 for r in found:
                     if r["rate"] == rate:
@@ -181,7 +172,7 @@ def compare(
                         "rule": rule,
                         "rate": rate,
                         "seeds": len(kept),
-                        "complete": _next_rate(found, rates[task]) is None,
+                        "complete": next_rate(_tried(found).items(), rates[task]) is None,
                         "step_flops": kept[0]["step_flops"],
                         "trained": len(kept[0]["trained"]),
                         **{k: statistics.fmean(r[k] for r in kept) for k in ("accuracy", "loss", "held_out", "held_out_loss")},

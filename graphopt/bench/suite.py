@@ -1,0 +1,264 @@
+"""`graphopt bench suite`: what each way to fine-tune is worth at equal time, against exact training and what people use.
+
+Exact training with `torch.compile` comes first: its seconds are what every other way gets, and its accuracy is their goal. Every
+way is tuned alike: its learning rate is doubled or halved until the best one tried lies between two others; then it is run with
+further seeds. Each run has a process of its own, and starts from the same weights with the same batches, without padding beyond
+a batch's longest text. Finished runs are kept, line by line, so that a comparison can be made in many sittings.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from graphopt.bench.cases import append_row, chosen, read_rows
+from graphopt.bench.selection_tasks import TASKS, load
+from graphopt.bench.suite_run import Run, work
+from graphopt.bench.suite_ways import WAYS
+from graphopt.bench.tables import table
+from graphopt.bench.tuning import best_rate, next_rate
+from graphopt.errors import GraphoptError
+
+RESULTS = "runs.jsonl"
+"""File of the finished runs, one per line."""
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is compared.
+
+    Attributes:
+        tasks, ways: by name; exact training is always among the ways.
+        steps: of exact training; 0: as many as the task has by default.
+        seeds: of each way at its best learning rate.
+        time, threads, backend: see `Run`.
+    """
+
+    tasks: tuple[str, ...]
+    ways: tuple[str, ...]
+    steps: int
+    seeds: int
+    time: float
+    threads: int
+    backend: str
+
+
+def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
+    """Run what is missing, one after the other, and compare.
+
+    Args:
+        folder: of `RESULTS`, which holds every finished run, and of pre-trained weights.
+    Raises:
+        InputError: an unknown task or way, or a file that holds something else.
+        GraphoptError: a run failed.
+    """
+    tasks = {name: load(name, folder) for name in chosen("task", settings.tasks, TASKS)}
+    chosen("way", settings.ways, WAYS)
+    rates = {name: task.rate for name, task in tasks.items()}
+    steps = {name: settings.steps or task.steps for name, task in tasks.items()}
+    file = folder / RESULTS
+    results = finished(file)
+    with Progress(console=console) as bar:
+        while (wanted := next(missing(settings, results, rates, steps), None)) is not None:
+            line = bar.add_task(f"{wanted.task}, {wanted.way}, {wanted.rate:g}", total=None)
+            limit = None if wanted.way == "exact" else wanted.time * _exact_seconds(results, wanted)
+
+            def advance(done: int, line: TaskID = line) -> None:
+                bar.update(line, completed=done)
+
+            results.append(in_process(wanted, limit, folder, advance))
+            append_row(file, results[-1])
+            bar.remove_task(line)
+    for task in tasks:
+        plot(task, compare(settings, results, rates, steps), folder / f"{task}.png")
+    return {"torch": torch.__version__, "rows": compare(settings, results, rates, steps), "runs": str(file)}
+
+
+def finished(file: Path) -> list[dict[str, Any]]:
+    """The runs in a file; raises `InputError` where it holds something else."""
+
+    def check(row: Result) -> None:
+        Run(**{field.name: row[field.name] for field in fields(Run)})
+        float(row["accuracy"])
+        list(row["curve"])
+
+    return read_rows(file, check)
+
+
+def missing(settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]) -> Iterator[Run]:
+    """The runs that are still needed, given those that are finished; more may be needed once these are.
+
+    Args:
+        rates: per task, the learning rate that is tried first.
+        steps: per task, of exact training.
+    """
+    for task in settings.tasks:
+        for way in _ways(settings):
+            found = _of(settings, results, task, way, steps[task])
+            rate = next_rate(_tried(found).items(), rates[task])
+            if rate is not None:
+                yield _run(settings, task, way, rate, 0, steps[task])
+                continue
+            rate = best_rate(_tried(found))
+            done = {r["seed"] for r in found if r["rate"] == rate}
+            yield from (_run(settings, task, way, rate, s, steps[task]) for s in range(settings.seeds) if s not in done)
+
+
+def _ways(settings: Settings) -> list[str]:
+    return list(dict.fromkeys(["exact", *(settings.ways or WAYS)]))
+
+
+def _run(settings: Settings, task: str, way: str, rate: float, seed: int, steps: int) -> Run:
+    return Run(task, way, rate, seed, steps, settings.time, settings.threads, settings.backend)
+
+
+def _of(settings: Settings, results: Sequence[Result], task: str, way: str, steps: int) -> list[Result]:
+    """The finished runs of a way; those of exact training serve any part of its time."""
+    wanted = {"task": task, "way": way, "steps": steps, "threads": settings.threads, "backend": settings.backend}
+    if way != "exact":
+        wanted["time"] = settings.time
+    return [r for r in results if all(r[key] == value for key, value in wanted.items())]
+
+
+def _tried(found: Sequence[Result]) -> dict[float, float]:
+    return {r["rate"]: r["accuracy"] for r in found if r["seed"] == 0}
+
+
+def _exact_seconds(results: Sequence[Result], run: Run) -> float:
+    """Seconds of exact training with as many threads: the median of its runs, which learning rates do not change."""
+    same = ("task", "steps", "threads", "backend")
+    return statistics.median(
+        r["seconds"] for r in results if r["way"] == "exact" and all(r[key] == getattr(run, key) for key in same)
+    )
+
+
+def in_process(run: Run, limit: float | None, folder: Path, on_step: Callable[[int], object]) -> dict[str, Any]:
+    """The result of `train`, in a process of its own, so that its peak memory and its compilations are its own.
+
+    Raises:
+        GraphoptError: the process ended without a result; its own traceback is on the terminal.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(theirs, run, limit, folder))
+    process.start()
+    theirs.close()
+    try:
+        while not isinstance(message := ours.recv(), dict):
+            on_step(message)
+    except EOFError:
+        process.join()
+        raise GraphoptError(
+            f"the run of {run.way} on {run.task} ended with exit code {process.exitcode} and without a result. Finished runs are "
+            "kept; the same command goes on from there."
+        ) from None
+    except BaseException:
+        process.terminate()
+        raise
+    process.join()
+    return message
+
+
+def compare(
+    settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """A row per task and way, at its best learning rate: means over the seeds that were run.
+
+    "reached" is the part of exact training's seconds after which a run was first as accurate as exact training was in the end,
+    on the same rows and with the same seed, as a mean; None where a seed never was. "with compiling" counts that on both sides.
+    """
+    rows = []
+    for task in settings.tasks:
+        goals: dict[int, Result] = {}
+        for way in _ways(settings):
+            found = _of(settings, results, task, way, steps[task])
+            if not found:
+                continue
+            rate = best_rate(_tried(found))
+            kept = [r for r in found if r["rate"] == rate]
+            goals = goals or {r["seed"]: r for r in kept}
+            means = ("accuracy", "loss", "held_out", "held_out_loss", "seconds_per_step", "compile_seconds", "peak_bytes")
+            rows.append(
+                {
+                    "task": task,
+                    "way": way,
+                    "rate": rate,
+                    "tuned": next_rate(_tried(found).items(), rates[task]) is None,
+                    "seeds": len(kept),
+                    "steps": round(statistics.fmean(r["taken_steps"] for r in kept)),
+                    **{key: statistics.fmean(r[key] for r in kept) for key in means},
+                    "reached": _reached(kept, goals, compiling=False),
+                    "reached_with_compiling": _reached(kept, goals, compiling=True),
+                    "curves": [r["curve"] for r in kept],
+                }
+            )
+    return rows
+
+
+def _reached(runs: Sequence[Result], goals: Mapping[int, Result], compiling: bool) -> float | None:
+    def seconds(timed: Result) -> float:
+        return float(timed["seconds"] + (timed["compile_seconds"] if compiling else 0.0))
+
+    parts = []
+    for r in runs:
+        goal = goals.get(r["seed"])
+        point = goal and next((p for p in r["curve"] if p["accuracy"] >= goal["accuracy"]), None)
+        if goal is None or point is None:
+            return None
+        parts.append(seconds(point) / seconds(goal))
+    return statistics.fmean(parts)
+
+
+def plot(task: str, rows: Sequence[Result], path: Path) -> None:
+    """Accuracy over the seconds of training, means over seeds, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5))
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for row in (r for r in rows if r["task"] == task):
+        points = list(zip(*row["curves"], strict=False))
+        main = row["way"] in ("exact", "auto")
+        axis.plot(
+            [statistics.fmean(p["seconds"] for p in at) for at in points],
+            [statistics.fmean(p["accuracy"] for p in at) for at in points],
+            linewidth=2.5 if main else 1,
+            label=row["way"],
+        )
+    axis.set(title=f"{task}: accuracy over seconds of training", xlabel="seconds", ylabel="accuracy")
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print a table per task, the best way first."""
+    rows = results["rows"]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        columns = ("", "accuracy", "held out", "loss", "seeds", "rate", "steps", "s/step", "step MB", "reached", "compiling")
+        cells = map(_cells, sorted((r for r in rows if r["task"] == task), key=lambda r: -r["accuracy"]))
+        console.print(table(columns, cells, title=task, padding=0))
+    console.print(
+        f"torch {results['torch']}; reached: part of exact training's time after which its last accuracy was reached, and with "
+        f"compiling on both sides; *: the learning rate is not yet tuned; runs: {results['runs']}"
+    )
+
+
+def _cells(row: Result) -> tuple[object, ...]:
+    return (
+        row["way"], f"{row['accuracy']:.1%}", f"{row['held_out']:.1%}", f"{row['loss']:.3f}",
+        str(row["seeds"]) + ("" if row["tuned"] else " *"), f"{row['rate']:.2g}", row["steps"],
+        f"{row['seconds_per_step']:.3f}", f"{row['peak_bytes'] / 1e6:.0f}",
+        *(None if row[key] is None else f"{row[key]:.2f}" for key in ("reached", "reached_with_compiling")),
+    )  # fmt: skip

@@ -1,0 +1,169 @@
+"""One run of `graphopt bench suite`: a task fine-tuned one way, with its clock and its memory.
+
+The clock of training stands still while something compiles and while the model is evaluated; what a technique does besides its
+steps (rating tensors, calibrating a sampler, fitting projectors) counts. Compiling has a clock of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import graphopt
+from graphopt.bench.glosses import Batch, rate_factor
+from graphopt.bench.memory import held_bytes, peak_of
+from graphopt.bench.selection_tasks import batches, evaluate, load
+from graphopt.bench.suite_ways import WAYS, Prepared, Start, held_by
+from graphopt.bench.timing import now, this_device
+from graphopt.compat.inductor import fresh_compiler_cache
+from graphopt.integrations.models import quiet_transformers
+from graphopt.passes.lsp.optimizer import SubspaceOptimizer
+
+EVALUATIONS = 10
+"""Of a run, at equal parts of it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run.
+
+    Attributes:
+        task: of `selection_tasks.TASKS`.
+        way: of `suite_ways.WAYS`.
+        rate: peak learning rate.
+        seed: of the model's head, the batches, dropout and adapters.
+        steps: of exact training; the most that any way makes is four times as many.
+        time: part of exact training's seconds after which every other run ends.
+        threads: of the CPU.
+        backend: "inductor", or "aot_eager" to compile nothing.
+    """
+
+    task: str
+    way: str
+    rate: float
+    seed: int
+    steps: int
+    time: float
+    threads: int
+    backend: str
+
+
+def train(run: Run, limit: float | None, folder: Path, tell: Callable[[int], None]) -> dict[str, Any]:
+    """Train and measure, in a process that has done nothing else.
+
+    Args:
+        limit: seconds of training after which the run ends, if not by its steps; the learning rate follows whichever is nearer.
+        folder: see `selection_tasks.load`.
+        tell: how many steps are done.
+    """
+    quiet_transformers()
+    torch.set_num_threads(run.threads)
+    device, _ = this_device()
+    task = load(run.task, folder)
+    torch.set_float32_matmul_precision(task.precision)
+    model = task.make_model(run.seed).to(torch.device(device))
+    most = run.steps if limit is None else 4 * run.steps
+    data = batches(task.train, run.seed)
+    seconds: list[float] = []
+    curve: list[dict[str, float]] = []
+    with fresh_compiler_cache():
+        begin = now(device)
+        prepared = WAYS[run.way](Start(model, _moved(task.example(), device), run.rate, run.seed, run.backend))
+        compiling = prepared.compile_seconds()
+        training = setup = now(device) - begin - compiling
+        optimizer = prepared.optimizer
+        peaks = [group["lr"] for group in optimizer.param_groups]
+        torch.manual_seed(run.seed)  # preparing draws different numbers in each way
+
+        def step(batch: Batch) -> None:
+            prepared.step(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        progress = 0.0  # the first step is always made, even if preparing it took all the time
+        while progress < 1:
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * rate_factor(progress, 1 / most)
+            batch = _moved(next(data), device)
+            begin, compiled = now(device), prepared.compile_seconds()
+            step(batch)
+            prepared.after_step(batch)
+            compiled = prepared.compile_seconds() - compiled
+            seconds.append(now(device) - begin - compiled)
+            training += seconds[-1]
+            compiling += compiled
+            before, progress = progress, max(len(seconds) / most, training / limit if limit else 0.0)
+            if int(EVALUATIONS * progress) > int(EVALUATIONS * before):
+                accuracy, loss = evaluate(prepared.model, task.tuning)
+                point = {"step": len(seconds), "seconds": training, "compile_seconds": compiling}
+                curve.append({**point, "accuracy": accuracy, "loss": loss})
+            tell(len(seconds))
+        held_out, held_out_loss = evaluate(prepared.model, task.held_out)
+        peak_rss = peak_resident_bytes()
+        # the smaller of two: one of them may be among those in which projectors are fitted
+        example = _moved(task.example(), device)
+        step(example)  # is compiled here if batches were shorter
+        peak_bytes = min(_step_peak(prepared, example, device, step) for _ in range(2))
+    opt = prepared.step if isinstance(prepared.step, graphopt.OptimizedModule) else None
+    return {
+        **asdict(run),
+        "limit_seconds": limit,
+        "taken_steps": len(seconds),
+        "seconds": training,
+        "setup_seconds": setup,
+        "compile_seconds": compiling,
+        "seconds_per_step": statistics.median(seconds[2:] or seconds),
+        "accuracy": curve[-1]["accuracy"],
+        "loss": curve[-1]["loss"],
+        "held_out": held_out,
+        "held_out_loss": held_out_loss,
+        "curve": curve,
+        "peak_rss_bytes": peak_rss,
+        "peak_bytes": peak_bytes,
+        "selected": None if opt is None else len(opt.selected),
+    }
+
+
+def work(connection: Connection, run: Run, limit: float | None, folder: Path) -> None:
+    """`train` in a process of its own: sends the number of steps after each one, and at last the result."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would write over the progress bar
+    connection.send(train(run, limit, folder, connection.send))
+    connection.close()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has had, libraries and compiling included."""
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage also counts what the parent had when it started this process
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _step_peak(prepared: Prepared, batch: Batch, device: str, step: Callable[[Batch], object]) -> int:
+    """The most bytes that tensors hold during a step: weights, optimizer state, gradients and activations."""
+
+    def train_once() -> None:
+        step(batch)
+
+    optimizer = prepared.optimizer
+    held: list[Tensor] = [*prepared.model.parameters(), *prepared.model.buffers(), *batch.values(), *held_by(optimizer)]
+    if isinstance(optimizer, SubspaceOptimizer):
+        held += [t for weight in optimizer.subspaces.weights.values() for t in weight.inputs.values()]
+        held += [t for moments in optimizer.moments.values() for t in (moments.first, moments.second)]
+    return peak_of(train_once, device, held_bytes(held))
+
+
+def _moved(batch: Batch, device: str) -> Batch:
+    return {key: tensor.to(device) for key, tensor in batch.items()}

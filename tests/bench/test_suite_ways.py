@@ -1,0 +1,79 @@
+"""Every way of `graphopt bench suite` trains a tiny classifier for a few steps, and keeps to what it says it trains."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from graphopt.bench.apollo import ApolloAdamW
+from graphopt.bench.suite_ways import PERIOD, WAYS, Start, one_block, two_layers
+from tests import zoo
+from tests.long_forms import long
+
+
+def start(way: str) -> tuple[nn.Module, dict[str, torch.Tensor], float, float]:
+    """The model after three steps on one batch, that batch, and its loss before and after."""
+    model, batch = zoo.make("bert", 4)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    before = float(model(**batch).loss.detach())
+    prepared = WAYS[way](Start(model, batch, 5e-3, 0, "aot_eager"))
+    for _ in range(3):
+        prepared.step(**batch).loss.backward()
+        prepared.optimizer.step()
+        prepared.optimizer.zero_grad()
+        prepared.after_step(batch)
+    assert prepared.compile_seconds() > 0
+    return prepared.model, batch, before, float(prepared.model(**batch).loss.detach())
+
+
+LONG = ("vcas", "flops=0.7", "reordered LoRA", "DoRA", "topmost", "checkpointing")
+
+
+@pytest.mark.parametrize("way", [*(way for way in WAYS if way not in LONG), *long(*LONG)])
+def test_a_way_learns_one_batch(way: str) -> None:
+    _, _, before, after = start(way)
+    assert after < before
+
+
+def test_rotations_train_what_they_say_and_come_to_every_layer() -> None:
+    layers, others = [nn.Linear(1, 1) for _ in range(5)], [nn.Linear(1, 1)]
+    lisa = list(itertools.islice(two_layers(layers, others, 0), 30))
+    assert all(modules[0] is others[0] and len(set(modules)) == 3 for modules in lisa)
+    assert {m for modules in lisa for m in modules} == {*layers, *others}
+    blocks = list(itertools.islice(one_block(layers, others, 0), 6))
+    assert {m for block in blocks for m in block} == {*layers, *others}
+
+
+def test_a_rotation_changes_layers_after_its_period() -> None:
+    model, batch = zoo.make("bert", 4)
+    prepared = WAYS["BAdam"](Start(model, batch, 1e-3, 0, "aot_eager"))
+    first = {name for name, p in model.named_parameters() if p.requires_grad}
+    for _ in range(PERIOD):
+        prepared.after_step(batch)
+    second = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert first
+    assert second
+    assert not first & second
+
+
+def test_apollo_with_a_rank_as_large_as_the_matrix_scales_channels_as_adam_does() -> None:
+    """With P orthogonal, |P'u| = |u|: the first step moves every channel as far as Adam's, along its gradient."""
+    p = nn.Parameter(torch.zeros(8, 12))
+    gradient = torch.randn(8, 12)
+    optimizer = ApolloAdamW([p], lr=0.1, rank=7)
+    p.grad = gradient
+    optimizer.step()
+    projector = optimizer.state[p]["projector"]
+    projected = projector @ gradient
+    factor = torch.sign(projected).norm(dim=0) / projected.norm(dim=0)
+    torch.testing.assert_close(p.detach(), -0.1 * gradient * factor, rtol=1e-3, atol=1e-5)
+    before = copy.deepcopy(p.detach())
+    p.grad = 100 * gradient
+    optimizer.step()
+    assert float((p.detach() - before).norm()) <= 1.0101 * float(before.norm())  # a step's norm grows by 1 % at most
