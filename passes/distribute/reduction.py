@@ -65,6 +65,8 @@ class Reduction(State):
         self._step: tuple[Any, ...] = (None, None, None)
         self._outside: dict[str, Tensor] = {}
         self._sent: list[Collective] = []
+        self._parameters: list[nn.Parameter] = []
+        self._trained: list[bool] | None = None
         self._backward = self._around = -1
         self._held: list[tuple[Tensor, Tensor]] = []
 
@@ -105,6 +107,9 @@ class Reduction(State):
             self.pending = True
             return
         here = (step, self._opt.plan, self.pending)
+        trained = [p.requires_grad for p in self._parameters]
+        if trained != self._trained:  # on all ranks in the same step
+            self._meet()
         if not all(now is before for now, before in zip(here, self._step, strict=True)):
             self.why_after = "gradients have gathered since no_sync()" if self.pending else _why_after(step, self.rewrite)
             self._outside = self._others()
@@ -139,6 +144,13 @@ class Reduction(State):
     def _sizes(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """Bytes of each bucket."""
         return [sum(local_part(tensors[name]).nbytes for name in bucket) for bucket in self._buckets(tensors)]
+
+    def _meet(self) -> None:
+        """Raise `RankError`, on every rank, where others train other parameters: buckets as large could be of those."""
+        named = {name: p for name, p in self._opt.named_parameters() if name not in self.rewrite.elsewhere}
+        trained = [name for name, p in named.items() if p.requires_grad]
+        self._opt.ranks.samples.check_same(trained, "which parameters require a gradient")
+        self._parameters, self._trained = list(named.values()), [p.requires_grad for p in named.values()]
 
     def _check(self, step: RegionStep | None) -> None:
         """Raise `RankError` where another rank sends other buckets under this plan; the first to come has said which."""

@@ -113,6 +113,7 @@ def test_freezing_takes_a_tensor_out(ranks: list[dict[str, Any]]) -> None:
         assert_equal({n: g for n, g in gradients.items() if n in names}, wanted, names)
         assert sum(dispatched) == bytes_of(wanted, names)
         assert_equal(found["thawed"][0], wanted, list(wanted))
+        assert found["frozen apart"].startswith("RankError: ranks 0 and 1 do not agree on which parameters require a gradient")
 
 
 def test_compressed_gradients_are_the_mean_compressed(ranks: list[dict[str, Any]]) -> None:

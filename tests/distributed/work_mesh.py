@@ -94,7 +94,7 @@ def work(rank: int) -> dict[str, Any]:
     lengths(rank, mesh, found)
     falls_back(rank, mesh, batch, found)
     in_parts(rank, mesh, found)
-    freezes(mesh, batch, found)
+    freezes(rank, mesh, batch, found)
     compresses(rank, mesh, found)
     found["compressed curve"] = compressed_curve(optimised(mesh, batch, passes=[LSP]), lambda seed: own_batch(rank, seed))
     found["memory"] = within_memory(mesh, batch)
@@ -235,13 +235,15 @@ def in_parts(rank: int, mesh: Any, found: dict[str, Any]) -> None:
     found["unused"] = step(whole, own_batch(rank)), whole.report.communication.bytes
 
 
-def freezes(mesh: Any, batch: Any, found: dict[str, Any]) -> None:
+def freezes(rank: int, mesh: Any, batch: Any, found: dict[str, Any]) -> None:
     opt = optimised(mesh, batch)
     step(opt, batch)
     opt.body[0].weight.requires_grad_(False)
     found["frozen"] = step(opt, batch)
     opt.body[0].weight.requires_grad_(True)
     found["thawed"] = step(opt, batch)
+    opt.body[2 * rank].weight.requires_grad_(False)  # of the same shape
+    found["frozen apart"] = error_of(lambda: step(opt, batch))
 
 
 def compresses(rank: int, mesh: Any, found: dict[str, Any]) -> None:
