@@ -23,7 +23,6 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
-from graphopt.compat.fsdp import held_names
 from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.predicted import averaged
 from graphopt.distributed.sharded import budget_for, to_be_averaged
@@ -121,7 +120,7 @@ def optimize(
     require_storage(model)
     require_one_replica(model)
     ranks = ranks_for(model, mesh, group)
-    chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, held_names(model))
+    chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, model)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
     with training_mode(model), whole_graphs():

@@ -35,13 +35,9 @@ def plan_of_rank_0(plan: Plan, ranks: Ranks, chosen: Sequence[Pass], what: str) 
     return replace(plan.with_passes([own[name] for name in names]), decisions=decisions, **theirs)
 
 
-def for_ranks(
-    passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool, elsewhere: frozenset[str] = frozenset()
-) -> tuple[Pass, ...]:
-    """The passes that several ranks can use; with a mesh, and what averages their gradients.
+def for_ranks(passes: tuple[Pass, ...], ranks: Ranks, auto: bool, mesh: bool, model: nn.Module) -> tuple[Pass, ...]:
+    """The passes that several ranks can use; with a mesh, and what averages the gradients that `fully_shard` leaves alone.
 
-    Args:
-        elsewhere: parameters whose gradients something else averages.
     Raises:
         PassError: the caller has named another.
     """
@@ -54,7 +50,7 @@ def for_ranks(
         if not auto:
             raise PassError(f"{name} cannot train on several ranks: {why}. Leave {name} out, or train on one process.")
     kept = tuple(p for p in passes if p.name not in others)
-    return (*kept, communicating(ranks.samples.group_name, ranks.samples.size, elsewhere)) if mesh else kept
+    return (*kept, communicating(ranks.samples.group_name, ranks.samples.size, held_names(model))) if mesh else kept
 
 
 def require_same_graph(graph: TrainingGraph, ranks: Ranks) -> None:
