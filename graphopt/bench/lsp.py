@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.bench.cases import chosen
-from graphopt.bench.galore import GaloreAdamW
 from graphopt.bench.gantt import gantt
 from graphopt.bench.offload_simulator import Layer, simulate
 from graphopt.bench.peak import peak_of
+from graphopt.bench.projected_adamw import GaloreAdamW
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device, timed
 from graphopt.passes import Lsp

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.flops import flop_profile
-from graphopt.bench.apollo import ApolloAdamW
-from graphopt.bench.galore import GaloreAdamW
 from graphopt.bench.glosses import Batch
+from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
 from graphopt.compat.dynamo import compiled_by
 from graphopt.passes import GreenTrainer, Lsp, Vcas
 from graphopt.planner.flops_limit import FlopsLimit

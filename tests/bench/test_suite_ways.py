@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphopt.bench.apollo import ApolloAdamW
+from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
 from graphopt.bench.suite_ways import PERIOD, WAYS, Start, one_block, two_layers
 from tests import zoo
 from tests.long_forms import long
@@ -60,6 +62,26 @@ def test_a_rotation_changes_layers_after_its_period() -> None:
     assert first
     assert second
     assert not first & second
+
+
+@pytest.mark.parametrize("make", [GaloreAdamW, ApolloAdamW])
+def test_projected_states_are_small_and_a_tall_matrix_is_stepped_as_its_transpose(make: Callable[..., Any]) -> None:
+    wide, tall, bias = (nn.Parameter(torch.zeros(shape)) for shape in ((6, 20), (20, 6), (20,)))
+    gradients = [torch.randn(6, 20) for _ in range(3)]
+    optimizers = [make([wide, bias], lr=0.1, rank=2), make([tall], lr=0.1, rank=2)]
+    for gradient in gradients:
+        wide.grad, tall.grad, bias.grad = gradient, gradient.t(), gradient[0]
+        for optimizer in optimizers:
+            torch.manual_seed(0)
+            optimizer.step()
+    torch.testing.assert_close(tall, wide.t())
+    assert optimizers[0].state[wide]["first"].shape == (2, 20)
+    ordinary = nn.Parameter(torch.zeros(20))
+    adam = torch.optim.Adam([ordinary], lr=0.1, eps=1e-6)
+    for gradient in gradients:
+        ordinary.grad = gradient[0]
+        adam.step()
+    torch.testing.assert_close(bias, ordinary)
 
 
 def test_apollo_with_a_rank_as_large_as_the_matrix_scales_channels_as_adam_does() -> None:
