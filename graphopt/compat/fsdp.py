@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Iterator, Sequence
@@ -147,6 +148,25 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+@contextlib.contextmanager
+def reducing(model: nn.Module) -> Iterator[None]:
+    """Inside, a backward averages gradients, whatever `set_requires_gradient_sync` has said."""
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in _groups(model)]
+    for group, _, _ in before:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+def holds_back(model: nn.Module) -> bool:
+    """Whether gradients that are not averaged yet have gathered elsewhere than in `.grad`."""
+    params = [param for group in _groups(model) for param in group.fsdp_params]
+    return any(param.unsharded_accumulated_grad is not None for param in params)
+
+
 def reduces(model: nn.Module) -> bool:
     """Whether the next backward averages gradients, as it does unless `set_requires_gradient_sync(False)` was called."""
     return all(group.reduce_grads for group in _groups(model))
@@ -190,6 +210,15 @@ def _hooks_of_torch(model: nn.Module) -> set[int]:
 
 def _without(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
     return type(hooks)((number, hook) for number, hook in hooks.items() if number not in numbers)
+
+
+CALL = "_compiled_call_impl"
+"""The attribute of a module that is called in its place, hooks included; `nn.Module.compile` sets it."""
+
+
+def own_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module, hooks included, whatever stands in its place."""
+    return module._call_impl(*args, **kwargs)
 
 
 def take_hooks_off(parameter: Tensor) -> Any:

@@ -50,10 +50,10 @@ def mean_gradients(model: nn.Module, run: Callable[[], Tensor], names: Collectio
     Args:
         run: runs the model, and returns the loss.
     Raises:
-        ImportanceError: gradients gather on each rank now.
+        ImportanceError: gradients gather on each rank now, in another dtype.
     """
-    if not fsdp.reduces(model):
-        raise ImportanceError("set_requires_gradient_sync(False) is in force: call optimize() before it, or outside.")
+    if fsdp.holds_back(model):
+        raise ImportanceError("gradients have gathered since set_requires_gradient_sync(False): call optimize() before it.")
     fsdp.reshard(model)
     held = fsdp.held_parameters(model)
     leaves = {id(t): t for t in [*model.parameters(), *(t for h in held for t in (h.sharded, h.whole) if t is not None)]}
@@ -63,7 +63,8 @@ def mean_gradients(model: nn.Module, run: Callable[[], Tensor], names: Collectio
     for leaf in leaves.values():
         leaf.grad = None
     try:
-        run().backward()
+        with fsdp.reducing(model):
+            run().backward()
         own = dict(model.named_parameters(remove_duplicate=False))
         return {name: own[name].grad for name in names}
     finally:

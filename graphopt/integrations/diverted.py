@@ -1,4 +1,4 @@
-"""A model's `forward` that can be diverted for as long as training lasts.
+"""A model's `forward`, or its call, that can be diverted for as long as training lasts.
 
 Training loops own the call `model(**batch)`, and wrap `model.forward` (accelerate enters autocast there). A diverted forward is
 an attribute of the one model, below such wrappers if it comes first, with the signature of the original.
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from graphopt.compat.fsdp import CALL, own_call
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes a training step, given the original forward and the arguments of the call."""
@@ -103,3 +105,43 @@ class Diverted:
             return self.original(*args, **kwargs)
         with self.set_aside():
             return self.run(self.original, args, kwargs)
+
+
+class DivertedCall(Diverted):
+    """The call of a model with its hooks: those of `fully_shard` gather weights, also where a plan is made by running it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Install it."""
+        self.model = model
+        self.run: Run | None = None
+        self.in_eval = self._inside = False
+
+        @functools.wraps(model.forward)
+        def original(*args: Any, **kwargs: Any) -> Any:
+            return own_call(model, *args, **kwargs)
+
+        self.original = original
+        self._diverted = lambda *args, **kwargs: self._call(args, kwargs)
+        model.__dict__[CALL] = self._diverted
+
+    @property
+    def outermost(self) -> bool:
+        """Whether it is in force."""
+        return self.model.__dict__.get(CALL) is self._diverted
+
+    def remove(self) -> None:
+        """The model is called as before."""
+        self.run = None
+        if self.outermost:
+            del self.model.__dict__[CALL]
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """The model as it is called without this."""
+        inside, self._inside = self._inside, True
+        del self.model.__dict__[CALL]
+        try:
+            yield
+        finally:
+            self._inside = inside
+            self.model.__dict__[CALL] = self._diverted

@@ -20,10 +20,11 @@ from transformers.trainer_callback import CallbackHandler
 
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
+from graphopt.compat.fsdp import is_sharded
 from graphopt.errors import GraphoptError, InputError, PassError
 from graphopt.integrations.asked import Asked, begin, own_optimizer
 from graphopt.integrations.buckets import bucketed
-from graphopt.integrations.diverted import Diverted
+from graphopt.integrations.diverted import Diverted, DivertedCall
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.lower import Backend
 from graphopt.passes import Pass
@@ -113,6 +114,11 @@ class TrainerCallback(transformers.TrainerCallback):
         diverted = self._divert(kwargs["model"])
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         asked = self.asked
+        if asked.given is not None and is_sharded(diverted.model):
+            raise InputError(
+                "TrainerCallback(opt): the Trainer divides the weights only now, and `opt` was made before: give the callback "
+                "what optimize() was called with."
+            )
         if asked.given is not None and own_optimizer(asked.given) and args.max_grad_norm:
             raise InputError(
                 "the Trainer clips the gradients of model.parameters(), and compressed ones are not among them: set "
@@ -177,9 +183,9 @@ class TrainerCallback(transformers.TrainerCallback):
         given = self.asked.given
         if given is not None and given._modules is not model._modules:  # it shares them with its model
             raise InputError("TrainerCallback(opt): `opt` was made from another model than the Trainer's.")
-        if self._diverted is None or self._diverted.model is not model or not self._diverted.outermost:
+        if self._diverted is None or self._diverted.model is not model or not self._diverted.outermost or is_sharded(model):
             self.detach()
-            self._diverted = Diverted.of(model)
+            self._diverted = (DivertedCall if is_sharded(model) else Diverted.of)(model)
         return self._diverted
 
 
@@ -223,10 +229,12 @@ def _refuse_unsupported(args: Any) -> None:
     """What wraps the model in another way, and a second compiler: they would get in each other's way."""
     if args.torch_compile:
         raise InputError("torch_compile=True: graphopt compiles the training step itself. Leave torch_compile out.")
-    if args.n_gpu > 1 or args.deepspeed or args.fsdp:
+    version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version")
+    if args.n_gpu > 1 or args.deepspeed or (args.fsdp and version != 2):
         raise InputError(
-            "graphopt.TrainerCallback trains on one device or with DistributedDataParallel, and without DataParallel, FSDP or "
-            "DeepSpeed. Start one process per device: torchrun --nproc-per-node <devices> <your script>."
+            "graphopt.TrainerCallback trains on one device, with DistributedDataParallel or FSDP2 (fsdp_config={'version': 2}), "
+            "and without DataParallel, FSDP1 or DeepSpeed. Start one process per device: torchrun --nproc-per-node <devices> "
+            "<your script>."
         )
 
 

@@ -42,3 +42,20 @@ def test_a_selection_is_trained_alike_and_sent_alone(ranks: list[dict[str, Any]]
 
 def test_what_is_more_than_the_optimised_model_is_averaged_as_before(ranks: list[dict[str, Any]]) -> None:
     assert [found["part"] for found in ranks] == [[0.0] * 4] * 2
+
+
+@pytest.mark.parametrize("name", ["exact", "selected"])
+def test_weights_that_the_trainer_divides(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in (of["fsdp"] for of in ranks):
+        plain, ours, selected = found[name]
+        assert (len(selected) < len(plain)) == (name == "selected")
+        assert selected == ranks[0]["fsdp"][name][2]
+        for parameter, weight in plain.items():
+            torch.testing.assert_close(ours[parameter], weight, rtol=0, atol=2e-5, msg=parameter)
+        assert found[f"{name}, done"] == (0, 0, True)
+
+
+def test_what_the_trainer_cannot_divide_under_a_plan_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in (of["fsdp"] for of in ranks):
+        assert found["given"].startswith("InputError: TrainerCallback(opt): the Trainer divides the weights only now")
+        assert "FSDP2 (fsdp_config={'version': 2})" in found["version 1"]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -40,12 +44,14 @@ class Rows(Dataset[dict[str, Any]]):
         return {"input_ids": ids, "attention_mask": torch.ones(12, dtype=torch.long), "labels": i % 4}
 
 
-def trained(folder: str, callback: Any, steps: int = 3, accumulation: int = 1, **options: Any) -> transformers.Trainer:
+def trained(
+    folder: str, callback: Any, steps: int = 3, accumulation: int = 1, model: nn.Module | None = None, **options: Any
+) -> transformers.Trainer:
     arguments = transformers.TrainingArguments(
         output_dir=folder, max_steps=steps, per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
         learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, **options,
     )  # fmt: skip
-    model = bert()
+    model = model or bert()
     trainer = transformers.Trainer(model, arguments, train_dataset=Rows(), callbacks=[callback] if callback else [])
     trainer.train()
     return trainer
@@ -72,9 +78,53 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     selected = trained(str(Path(folder) / "selected"), callback)
     found["selected"] = sorted(callback.opt.selected), weights(selected), callback.opt.report.communication.bytes
     found["gradients"] = sum(p.nbytes for n, p in selected.model.named_parameters() if n in callback.opt.selected)
+    found["fsdp"] = sharded(folder)
     part = nn.ModuleDict({"opt": graphopt.optimize(nn.Linear(4, 1), (torch.ones(2, 4),), passes=[], backend="aot_eager",
                                                    loss=torch.sum, mesh=mesh), "more": nn.Linear(4, 4)})  # fmt: skip
     found["part"] = larger(rank, part)
+    return found
+
+
+@contextlib.contextmanager
+def as_on_gpus() -> Iterator[None]:
+    """accelerate takes a plugin for FSDP on devices alone, and is told that these are some."""
+    initialised = AcceleratorState.__init__
+
+    def init(state: Any, *args: Any, fsdp_plugin: Any = None, **options: Any) -> None:
+        initialised(state, *args, fsdp_plugin=fsdp_plugin, **options)
+        if fsdp_plugin is not None:
+            state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    with mock.patch.object(AcceleratorState, "__init__", init):
+        yield
+    AcceleratorState._reset_state()
+
+
+def sharded(folder: str) -> dict[str, Any]:
+    """With the Trainer's own FSDP2, without graphopt and with it; all that is selected, or all."""
+    found: dict[str, Any] = {}
+
+    def run(callback: Any, model: nn.Module, accumulation: int = 1) -> dict[str, torch.Tensor]:
+        AcceleratorState._reset_state()
+        config = {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}
+        trainer = trained(folder, callback, accumulation=accumulation, model=model, fsdp=True, fsdp_config=config)
+        found["log"] = trainer.state.log_history[-1]
+        return {name: p.full_tensor() for name, p in trainer.model.named_parameters()}
+
+    with as_on_gpus():
+        for name, budget, accumulation in (("exact", None, 2), ("selected", graphopt.Budget(flops=0.6), 4)):
+            callback = graphopt.TrainerCallback(budget, backend="aot_eager")
+            ours, opt = run(callback, bert(), accumulation), callback.opt
+            found[f"{name}, done"] = opt.model_runs, found["log"]["graphopt/original_steps"], opt.report.communication.bytes > 0
+            plain = bert()
+            for parameter, tensor in plain.named_parameters():
+                tensor.requires_grad_(budget is None or parameter in opt.selected)
+            found[name] = run(None, plain, accumulation), ours, opt.selected
+        row = {name: torch.as_tensor(value)[None] for name, value in Rows()[0].items()}
+        given = graphopt.optimize(model := bert(), row, passes=[], backend="aot_eager")
+        found["given"] = error_of(lambda: run(graphopt.TrainerCallback(given), model))
+        first = transformers.TrainingArguments(folder, fsdp=True, fsdp_config={"version": 1}, use_cpu=True)
+        found["version 1"] = error_of(lambda: callback.on_init_end(first, None, None, model=bert()))
     return found
 
 
