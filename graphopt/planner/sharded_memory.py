@@ -1,10 +1,10 @@
 """The memory of a rank whose weights `fully_shard` divides: the timeline of one device, with what FSDP2 holds on it.
 
 Every repeated block is gathered before its forward and again before its backward, into a buffer and from there into its weights.
-The buffer of a forward is kept until the next gather; that of a backward is filled one block ahead. A block's gradients are
-copied into a buffer once its backward has ended, of which each rank keeps its rows; that buffer is kept until the next one. What
-no block has is gathered for the whole step. The model runs as one graph for each block, so that outputs beside the loss have a
-gradient, too: zeros.
+The buffer of a forward is kept until the next gather; that of a backward is filled one block ahead, also for a block that the
+backward does not reach. A block's gradients are copied into a buffer once its backward has ended, of which each rank keeps its
+rows; that buffer is kept until the next one. What no block has is gathered for the whole step. The model runs as one graph for
+each block, so that outputs beside the loss have a gradient, too: zeros.
 """
 
 from __future__ import annotations
@@ -149,6 +149,11 @@ class _Rank:
             yield self.whole(part), ahead, _at(before, 2)
             yield self.whole(part), _at(before, 1), _at(last, 1)
             ahead = _at(before, 2)
+        reached = {part for part, _, _ in self.in_backward}
+        below = [part for part, _ in self.in_forward if part not in reached]
+        if reached and below:  # the last is gathered ahead, and kept, as the backward ends above it
+            gathers.append((self.whole(below[-1]), ahead))
+            yield self.whole(below[-1]), ahead, _at(self.backward[-1], 3)
         largest = sorted(map(self.whole, self.elsewhere))[-2:]  # one that runs and one ahead, and gradients
         yield sum(largest), 0, _at(self.backward[-1], 2)
         yield max(largest, default=0), _at(self.backward[0]), _at(self.backward[-1], 2)

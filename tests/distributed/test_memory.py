@@ -21,7 +21,8 @@ def measured() -> Measured:
 
 
 def analysis_of(name: str) -> graphopt.Analysis:
-    return graphopt.analyze(*zoo.make(name, work_memory.BATCH), backend="aot_eager")
+    made = work_memory.half_frozen() if name == work_memory.FROZEN else zoo.make(name, work_memory.BATCH)
+    return graphopt.analyze(*made, backend="aot_eager")
 
 
 @pytest.mark.parametrize("name", work_memory.AVERAGED)
@@ -34,7 +35,7 @@ def test_the_peak_of_a_rank_that_averages_is_the_allocators(measured: Measured, 
     assert on_two.peak_bytes < strategy_bytes(analysis.memory, Layout(Method.CDP, 2))
 
 
-@pytest.mark.parametrize("name", work_memory.SHARDED)
+@pytest.mark.parametrize("name", [*work_memory.SHARDED, work_memory.FROZEN])
 def test_the_peak_of_a_rank_with_sharded_weights_is_the_allocators(measured: Measured, name: str) -> None:
     memory = analysis_of(name).memory
     fullest = max(found["sharded", name] for found in measured)  # rows that two ranks cannot divide make the other's less

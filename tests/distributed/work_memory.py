@@ -18,6 +18,15 @@ from tests.measure import peak_and_rest
 BATCH, STEPS = 8, 6
 AVERAGED = ("bert", "llama", "cnn")
 SHARDED = ("bert", "gpt2", "llama", "vit")
+FROZEN = "bert.encoder.layer.0"
+
+
+def half_frozen() -> tuple[nn.Module, Any]:
+    """A model whose first block is not trained, nor anything before it."""
+    model, inputs = zoo.make("bert", BATCH)
+    for part in ("bert.embeddings", FROZEN):
+        model.get_submodule(part).requires_grad_(False)
+    return model, inputs
 
 
 def work(rank: int) -> dict[tuple[str, str], int]:
@@ -25,8 +34,8 @@ def work(rank: int) -> dict[tuple[str, str], int]:
     mesh, found = init_device_mesh("cpu", (2,)), {}
     for name in AVERAGED:
         found["averaged", name] = measured(*zoo.make(name, BATCH), mesh=mesh)
-    for name in SHARDED:
-        model, inputs = zoo.make(name, BATCH)
+    for name in (*SHARDED, FROZEN):
+        model, inputs = half_frozen() if name == FROZEN else zoo.make(name, BATCH)
         for block in {block_of(own): None for own, _ in model.named_parameters() if block_of(own)}:
             fully_shard(model.get_submodule(block), mesh=mesh)
         fully_shard(model, mesh=mesh)
