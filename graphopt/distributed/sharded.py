@@ -22,7 +22,7 @@ def budget_for(model: nn.Module, budget: Budget) -> tuple[Budget, str]:
     """What of a budget a sharded model can be held to, and what to tell of the rest."""
     if budget.memory is None or not fsdp.is_sharded(model):
         return budget, ""
-    return replace(budget, memory=None), "memory= limits nothing: the memory of a step with sharded weights is not predicted"
+    return replace(budget, memory=None), "memory= limits nothing: under a plan, the memory of sharded weights is not predicted"
 
 
 def ignored_by_fully_shard(model: nn.Module) -> list[str]:
