@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -161,9 +162,10 @@ def differentiates(module: fx.GraphModule) -> bool:
 
 
 def statically() -> contextlib.AbstractContextManager[Any]:
-    """Every size is a number while Dynamo traces."""
+    """Every size is a number while Dynamo traces. Where all calls of torch.compile share one limit, none ends a trace."""
+    limits: dict[str, Any] = {} if _isolates() else dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
     patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False, assume_static_by_default=True
+        automatic_dynamic_shapes=False, assume_static_by_default=True, **limits
     )
     return patched
 
