@@ -166,9 +166,10 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     chosen = _chosen(run, task, limit, shapes, 0)
     choosing = time.perf_counter() - start
     trained_names = [costs.names[k] for k in chosen]
+    flops = limit.part(costs.forward_flops + costs.cost(chosen))
     for earlier in finished(folder / RESULTS):
         if run.rule != "rotation" and earlier["trained"] == trained_names and _trains_alike(earlier, run):
-            return {**earlier, **asdict(run), "choosing_seconds": choosing, "seconds": 0.0}
+            return {**earlier, **asdict(run), "step_flops": flops, "choosing_seconds": choosing, "seconds": 0.0}
     model = task.make_model(run.seed)
     parameters = dict(model.named_parameters())
     trained = range(len(costs.names)) if run.rule == "rotation" else chosen
@@ -194,7 +195,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
         "held_out": held_out,
         "held_out_loss": held_out_loss,
         "trained": trained_names,
-        "step_flops": limit.part(costs.forward_flops + costs.cost(chosen)),
+        "step_flops": flops,
         "seconds": seconds,
         "choosing_seconds": choosing,
     }
