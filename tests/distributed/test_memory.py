@@ -17,7 +17,7 @@ Measured = list[dict[tuple[str, str], int]]
 
 @pytest.fixture(scope="module")
 def measured() -> Measured:
-    return results(work_memory.work, seconds=240)
+    return results(work_memory.work)
 
 
 def analysis_of(name: str) -> graphopt.Analysis:

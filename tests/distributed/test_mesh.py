@@ -15,7 +15,7 @@ from tests.distributed.work_ddp import BUDGET, joint_batch
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return results(work_mesh.work, seconds=240)
+    return results(work_mesh.work)
 
 
 def assert_equal(found: dict[str, Tensor | None], wanted: dict[str, Tensor], names: list[str]) -> None:
@@ -163,7 +163,7 @@ def test_what_cannot_be_averaged_is_refused(ranks: list[dict[str, Any]]) -> None
 
 
 def test_under_inductor() -> None:
-    ranks = results(work_mesh.compiled, seconds=240)
+    ranks = results(work_mesh.compiled)
     for found in ranks:
         (gradients, dispatched), selected, counted = found["selected"]
         assert_close(gradients, {name: found["ddp"][name] for name in selected})

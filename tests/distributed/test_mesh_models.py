@@ -14,7 +14,7 @@ from tests.distributed.spawned import results
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.long)])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    return results(work_mesh_models.work, str(folder), size=request.param, seconds=240)
+    return results(work_mesh_models.work, str(folder), size=request.param)
 
 
 @pytest.mark.parametrize(("name", "in_graph"), [("Tied", True), ("Sparse", False), ("Mixed", True)])

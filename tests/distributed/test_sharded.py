@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def two(folder: str) -> list[dict[str, Any]]:
-    return results(work_sharded.two, folder, seconds=240)
+    return results(work_sharded.two, folder)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tests.distributed.spawned import results
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("trainer")
-    return results(work_trainer.work, str(folder), seconds=240)
+    return results(work_trainer.work, str(folder))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
