@@ -84,15 +84,6 @@ def test_steps_of_several_parts_are_exact_and_within_the_budget(breaks: tuple[in
     assert budget is None or opt.report.flops_ratio <= budget
 
 
-def test_models_of_several_parts_are_recorded_without_end_where_all_calls_share_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in torch 2.11 and 2.12: after eight compilations of a function Dynamo leaves it to eager mode."""
-    monkeypatch.setattr("graphopt.compat.dynamo._isolates", lambda: False)
-    torch.compiler.reset()
-    for _ in range(9):
-        assert len(record(Stack((2,)), batch(0), {}, 0, "it prints").graph.trainable) == 12
-    torch.compiler.reset()
-
-
 def test_a_break_changes_neither_the_selection_nor_what_a_step_costs() -> None:
     rule = [GreenTrainer(rule="capacity")]  # gradients differ in the last bits, which decides between equal tensors
     one, several = (graphopt.optimize(Stack(breaks), batch(0), 0.6, rule, "aot_eager") for breaks in ((), (1, 3)))

@@ -1,0 +1,33 @@
+"""Recording a model of several graphs, however often a process does it; what is done with the graphs is in `test_regions`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphopt.frontend.recording import record
+
+
+class TwoParts(nn.Module):
+    """Two layers with a line between them that breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(hidden).sum()
+
+
+def test_the_ninth_model_of_a_class_is_recorded_where_all_calls_of_torch_compile_share_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in torch 2.11 and 2.12: after eight compilations of a function Dynamo leaves it to eager mode."""
+    monkeypatch.setattr("graphopt.compat.dynamo._isolates", lambda: False)
+    torch.compiler.reset()
+    for _ in range(9):
+        assert len(record(TwoParts(), (torch.ones(3, 4),), {}, 0, "it breaks").graph.trainable) == 4
+    torch.compiler.reset()
