@@ -79,9 +79,10 @@ def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
             results.append(in_process(wanted, limit, folder, advance))
             append_row(file, results[-1])
             bar.remove_task(line)
+    rows = compare(settings, results, rates, steps)
     for task in tasks:
-        plot(task, compare(settings, results, rates, steps), folder / f"{task}.png")
-    return {"torch": torch.__version__, "rows": compare(settings, results, rates, steps), "runs": str(file)}
+        plot(task, rows, folder / f"{task}.png")
+    return {"torch": torch.__version__, "rows": rows, "runs": str(file)}
 
 
 def finished(file: Path) -> list[dict[str, Any]]:

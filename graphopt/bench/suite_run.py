@@ -25,7 +25,7 @@ import graphopt
 from graphopt.bench.glosses import Batch, rate_factor
 from graphopt.bench.memory import held_bytes, peak_of
 from graphopt.bench.selection_tasks import batches, evaluate, load
-from graphopt.bench.suite_ways import WAYS, Prepared, Start, held_by
+from graphopt.bench.suite_ways import WAYS, Prepared, Start
 from graphopt.bench.timing import now, this_device
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.integrations.models import quiet_transformers
@@ -161,7 +161,8 @@ def _step_peak(prepared: Prepared, batch: Batch, device: str, step: Callable[[Ba
         step(batch)
 
     optimizer = prepared.optimizer
-    held: list[Tensor] = [*prepared.model.parameters(), *prepared.model.buffers(), *batch.values(), *held_by(optimizer)]
+    held: list[Tensor] = [*prepared.model.parameters(), *prepared.model.buffers(), *batch.values()]
+    held += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     if isinstance(optimizer, SubspaceOptimizer):
         held += [t for weight in optimizer.subspaces.weights.values() for t in weight.inputs.values()]
         held += [t for moments in optimizer.moments.values() for t in (moments.first, moments.second)]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import graphopt
 from graphopt.analysis.flops import flop_profile
@@ -102,7 +102,7 @@ def by_rule(rule: str) -> Way:
         shapes = {p.name: p.shape for p in graph.parameters}
         chosen = SIMPLE_RULES[rule](limit.costs, shapes, limit.most - limit.profile.forward)
         train = tuple(limit.costs.names[k] for k in chosen)
-        passes: list[Any] = [GreenTrainer(train=train), "dead_rows", "linear_cross_entropy"]
+        passes: list[Any] = [GreenTrainer(train=train), *resolve_passes("auto", graphopt.Budget())]
         opt = graphopt.optimize(start.model, start.example, passes=passes, backend=start.backend)
         return _planned(start.model, opt, _adamw(start.model, start.rate))
 
@@ -254,8 +254,3 @@ def _planned(model: nn.Module, opt: graphopt.OptimizedModule, optimizer: torch.o
     after_step = (lambda batch: None) if opt.controller is None else opt.controller.after_step
     counters = opt.counters
     return Prepared(model, opt, optimizer, after_step, lambda: counters.capture_seconds + counters.compile_seconds)
-
-
-def held_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The tensors of an optimizer's states."""
-    return [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
