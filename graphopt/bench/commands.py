@@ -133,13 +133,14 @@ def bench_lsp(
 def bench_distributed(
     models: Models = "",
     ranks: Annotated[int, typer.Option(min=2, help="That train together.")] = 8,
+    gloo: Annotated[bool, typer.Option("--gloo", help="Measure all-reduces between two processes here, too.")] = False,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
     """What a rank sends per step and holds: exact, selected, compressed, DDP, FSDP, tensor parallel; modelled times."""
     from graphopt.bench import distributed
 
-    _measure(lambda console: distributed.run(_listed(models), ranks, console), distributed.show, out, as_json)
+    _measure(lambda console: distributed.run(_listed(models), ranks, console, gloo), distributed.show, out, as_json)
 
 
 @bench_app.command("suite")

@@ -7,7 +7,7 @@ same samples, and models are left out whose heads they cannot divide.
 On a ring of n ranks, an all-reduce of b bytes goes round twice in parts of b / n, a reduce-scatter once. An all-gather, to which
 each rank gives b bytes, goes round once in parts of b. Times come from a model and are not measured: every part takes alpha +
 bytes / beta, for a latency alpha in seconds and a bandwidth beta in bytes per second and direction. Nothing is taken to overlap,
-so that computing may hide some of it.
+so that computing may hide some of it. With `--gloo`, what two processes here take for the same all-reduces stands beside.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import graphopt
 from graphopt.analysis.communication import Collective, communication
 from graphopt.analysis.flops import flop_profile
 from graphopt.bench.cases import chosen
+from graphopt.bench.gloo import all_reduce_seconds
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
 from graphopt.bench.tables import table
@@ -103,16 +104,18 @@ TP_PLANS: dict[str, dict[str, str]] = {
 """How models are divided; what one layer returns, the next of "linear" needs whole."""
 
 
-def run(models: list[str] | None, ranks: int, console: Console) -> dict[str, Any]:
+def run(models: list[str] | None, ranks: int, console: Console, gloo: bool = False) -> dict[str, Any]:
     """Count for every model.
 
     Args:
         models: names in `CASES`; all by default.
         ranks: how many train together.
+        gloo: measure all-reduces between two processes here, too.
     Raises:
         InputError: an unknown model.
     """
-    rows = []
+    rows: list[dict[str, Any]] = []
+    reduced: dict[str, list[int]] = {}
     for name in chosen("model", models, list(CASES)):
         make, subspace = CASES[name]
         for kind, (collectives, held) in (_counted(make, subspace, ranks) | _divided(make, TP_PLANS[name], ranks)).items():
@@ -125,8 +128,14 @@ def run(models: list[str] | None, ranks: int, console: Console) -> dict[str, Any
                     "collectives": len(collectives),
                     "held_bytes": held,
                     "modelled_seconds": {link: of.seconds(collectives, ranks) for link, of in LINKS.items()},
+                    "gloo_seconds": None,
                 }
             )
+            if {c.kind for c in collectives} == {"all_reduce"}:
+                reduced[f"{name} {kind}"] = [c.bytes for c in collectives]
+    if gloo:
+        seconds = all_reduce_seconds(reduced)
+        rows = [{**row, "gloo_seconds": seconds.get(f"{row['model']} {row['kind']}")} for row in rows]
     links = {name: {"alpha": link.alpha, "beta": link.beta} for name, link in LINKS.items()}
     return {"torch": torch.__version__, "ranks": ranks, "links": links, "rows": rows}
 
@@ -189,18 +198,19 @@ def show(results: dict[str, Any], console: Console) -> None:
     full = {row["model"]: row["sent_bytes"] for row in results["rows"] if row["kind"] == "DDP"}
     console.print(
         table(
-            ["model", "training", "handed in", "sent", "of DDP", "calls", "held", *results["links"]],
+            ["model", "training", "handed in", "sent", "of DDP", "calls", "held", *results["links"], "gloo, 2 ranks"],
             [
                 (
                     row["model"], row["kind"], in_bytes(row["bytes"]), in_bytes(row["sent_bytes"]),
                     f"{row['sent_bytes'] / full[row['model']]:.3f}", row["collectives"],
                     None if row["held_bytes"] is None else in_bytes(row["held_bytes"]),
                     *(in_seconds(s) for s in row["modelled_seconds"].values()),
+                    None if row["gloo_seconds"] is None else in_seconds(row["gloo_seconds"]),
                 )
                 for row in results["rows"]
             ],
             words=2,
-            title=f"Each of {results['ranks']} ranks, per step; times are modelled, not measured",
+            title=f"Each of {results['ranks']} ranks, per step; times of links are modelled, not measured",
         )
     )  # fmt: skip
     console.print(

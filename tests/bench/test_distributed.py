@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from graphopt.bench import distributed
+from graphopt.bench.gloo import all_reduce_seconds
 
 
 def test_bytes_are_counted_and_times_follow_the_model() -> None:
@@ -33,4 +34,10 @@ def test_bytes_are_counted_and_times_follow_the_model() -> None:
             assert seconds == pytest.approx(parts * link.alpha + row["sent_bytes"] / link.beta)
     console = Console(record=True, width=120, quiet=False)
     distributed.show(results, console)
-    assert "times are modelled, not measured" in console.export_text()
+    assert "times of links are modelled, not measured" in console.export_text()
+
+
+def test_two_processes_exchange_what_is_to_be_measured() -> None:
+    found = all_reduce_seconds({"small": [64], "large": [2**24, 2**20]})
+    assert set(found) == {"small", "large"}
+    assert 0 < found["small"] < found["large"]
