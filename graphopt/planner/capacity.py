@@ -2,13 +2,16 @@
 
 The first-order gain of an optimizer step, -<dw, g>, grows with a tensor's size and adds up what the tensors of one layer would
 gain alone. Maximised under a limit on FLOPs it picks the widest matrices next to the output. Trained, such sets lose to most
-others (`graphopt bench selection`). Better ones train the output layer and many matrices, of whatever size, from several
-layers. So every matrix counts alike, and the cheapest are chosen.
+others (`graphopt bench selection`). Where the loss reads few rows, such as one of each sample, better sets train the output
+layer, many matrices of whatever size, and vectors of many layers: so every matrix counts alike, and the cheapest are chosen.
+Where it reads every row, as a language model's does, there is more to be learned from a batch, and large matrices pay: they
+count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count:
 
-    value = (output layer: 10, else 1) x (vector: 0.35, matrix: 1) + (|g|_2 / (6 x the matrices' median |g|_2))^6
+    value = (output layer: 10, else 1) x (vector: 0.55, matrix: 1, or (elements / the matrices' median)^0.5)
+            + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
 where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
 ordinary tensors nearly alike, so that the first term decides between them, and the second where that makes no difference. It is
@@ -17,15 +20,19 @@ a rule of thumb, and not the best on every task.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.graph import TrainingGraph
-from graphopt.planner.costs import backward_costs
+from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
+
+FEW_ROWS = 0.25
+"""Of the rows that other layers compute. A loss that reads fewer has one label or so for each sample."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,15 @@ class Weighting:
     """The numbers in the rating, chosen by short runs on tasks of `graphopt bench selection`.
 
     Attributes:
-        vector: value of a bias or of a norm's weight; a matrix has 1.
+        vector: value of a bias or of a norm's weight; the matrix of median size has 1.
+        size: power of a matrix's size, relative to the median's, in its value where the loss reads every row.
         output: how many times its value the output layer has.
         steep: how many times the median matrix's a gradient is that adds a matrix's value.
         most: how many times that value it adds at most: of untrained models a few gradients are thousands of times the median.
     """
 
-    vector: float = 0.35
+    vector: float = 0.55
+    size: float = 0.5
     output: float = 10.0
     steep: float = 6.0
     most: float = 20.0
@@ -61,14 +70,24 @@ def capacity(
     costs = backward_costs(profile)
     shapes = {p.name: p.shape for p in graph.parameters}
     last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
-    values = {
-        name: (by.output if name in last else 1.0) * (by.vector if is_vector(shapes[name]) else 1.0) for name in costs.names
-    }
-    source = f"matrices count 1, vectors {by.vector:g}, the output layer x {by.output:g}"
-    ordinary = [n for name, n in (norms or {}).items() if n > 0 and name not in last and not is_vector(shapes[name])]
+    matrices = {name: math.prod(shapes[name]) for name in costs.names if not is_vector(shapes[name])}
+    inner = [name for name in matrices if name not in last]
+    usual = statistics.median([matrices[name] for name in inner] or [1])
+    power = by.size if _reads_every_row(costs, matrices) else 0.0
+    kinds = {name: (matrices[name] / usual) ** power if name in matrices else by.vector for name in costs.names}
+    values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
+    size = f"(size / median)^{power:g}" if power else "1"
+    source = f"matrices count {size}, vectors {by.vector:g}, the output layer x {by.output:g}"
+    ordinary = [n for name, n in (norms or {}).items() if n > 0 and name in inner]
     if norms and ordinary:
         unit, most = by.steep * statistics.median(ordinary), by.most ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
     largest = max(values.values(), default=1.0) or 1.0
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))
+
+
+def _reads_every_row(costs: BackwardCosts, matrices: Mapping[str, int]) -> bool:
+    """Whether the gradient of the matrix next to the loss adds up products of about as many rows as those of the others do."""
+    rows = [flops / matrices[n] for n, flops in zip(costs.names, costs.weight_grad_flops, strict=True) if n in matrices and flops]
+    return bool(rows) and rows[0] >= FEW_ROWS * statistics.median(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections import OrderedDict
 from typing import Any
 
@@ -41,12 +42,16 @@ def head_of(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "bert", "vit", "llama"])
-def test_a_value_depends_on_being_a_matrix_and_on_being_the_output_layer(name: str) -> None:
+@pytest.mark.parametrize("size", [0.0, 0.4, 1.0])
+def test_a_value_depends_on_the_size_of_a_matrix_and_on_being_the_output_layer(name: str, size: float) -> None:
     model, inputs = zoo.make(name)
-    by = Weighting(vector=0.5, output=7.0)
-    small = {n for n, p in model.named_parameters() if is_vector(tuple(p.shape))}
+    by = Weighting(vector=0.5, size=size, output=7.0)
+    sizes = {n: p.numel() for n, p in model.named_parameters() if not is_vector(tuple(p.shape))}
+    usual = statistics.median(elements for n, elements in sizes.items() if n not in head_of(name))
+    power = size if name in ("mlp", "llama") else 0.0  # the loss of the others reads one row of each sample
     values = rated(model, inputs, by)
-    expected = {n: (0.5 if n in small else 1.0) * (7.0 if n in head_of(name) else 1.0) for n in values}
+    kinds = {n: (sizes[n] / usual) ** power if n in sizes else 0.5 for n in values}
+    expected = {n: kind * (7.0 if n in head_of(name) else 1.0) for n, kind in kinds.items()}
     largest = max(expected.values())
     assert values == pytest.approx({n: value / largest for n, value in expected.items()})
     assert max(values.values()) == 1.0
@@ -62,13 +67,13 @@ def test_the_output_layer_counts_so_many_times_and_nothing_else_changes() -> Non
 
 def test_with_no_regard_to_kind_all_tensors_but_the_outputs_are_alike() -> None:
     model, inputs = zoo.make("vit")
-    values = rated(model, inputs, Weighting(vector=1.0, output=4.0))
+    values = rated(model, inputs, Weighting(vector=1.0, size=0.0, output=4.0))
     assert {n for n, value in values.items() if value == 1.0} == head_of("vit")
     assert {value for n, value in values.items() if n not in head_of("vit")} == {0.25}
 
 
-def test_whatever_their_size_matrices_count_alike_and_vectors_less() -> None:
-    values = rated(*zoo.make("llama"), Weighting(vector=0.5, output=1.0))
+def test_where_size_does_not_count_matrices_count_alike_and_vectors_less() -> None:
+    values = rated(*zoo.make("llama"), Weighting(vector=0.5, size=0.0, output=1.0))
     assert {values[n] for n in values if "norm" not in n} == {1.0}
     assert {values[n] for n in values if "norm" in n} == {0.5}
 
@@ -77,10 +82,12 @@ def test_the_source_names_the_weighting() -> None:
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    found = capacity(analysis.graph, analysis.flops, Weighting(0.375, 7.0))
+    found = capacity(analysis.graph, analysis.flops, Weighting(0.375, 0.25, 7.0))
     assert set(found.values) == set(analysis.flops.order)
-    assert found.values["first.bias"] == 0.375 * found.values["second.weight"]
-    assert all(number in found.source for number in ("0.375", "7"))
+    first, second = (model.get_parameter(f"{layer}.weight").numel() for layer in ("first", "second"))
+    value = (second / ((first + second) / 2)) ** 0.25
+    assert found.values["second.weight"] == pytest.approx(found.values["first.bias"] / 0.375 * value)
+    assert all(number in found.source for number in ("0.375", "^0.25", "7"))
 
 
 def test_weights_need_not_exist() -> None:
@@ -94,7 +101,7 @@ def with_norms(norms: dict[str, float], output: float = 10.0, steep: float = 2.0
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, Weighting(vector=1.0, output=output, steep=steep), norms).values
+    return capacity(analysis.graph, analysis.flops, Weighting(1.0, 0.0, output, steep), norms).values
 
 
 def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
@@ -107,7 +114,7 @@ def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_th
 
 
 def test_two_tensors_far_steeper_than_all_others_outweigh_many_matrices() -> None:
-    matrices, by = 22, Weighting()
+    matrices, by = 22, Weighting()  # of median size
     values = with_norms({"first.weight": 1.0, "second.weight": 1.0, "first.bias": 10.6, "second.bias": 7.7}, steep=by.steep)
     steep = values["first.bias"] + values["second.bias"]
     assert steep > matrices * values["first.weight"]
