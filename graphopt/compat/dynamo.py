@@ -143,6 +143,13 @@ def graphs_compiled() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+def seconds_compiling() -> float:
+    """Wall-clock that Dynamo has spent on tracing and compiling so far, backends and backwards included, in this process."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent().get("total_wall_time", 0.0)
+
+
 def traced_size(value: torch.SymInt, symbol: sympy.Symbol) -> int | None:
     """What a symbol of a size was when the graph was traced; None where it depends on data."""
     environment = value.node.shape_env

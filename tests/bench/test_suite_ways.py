@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import graphopt
 from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
 from graphopt.bench.suite_ways import PERIOD, WAYS, Start, one_block, two_layers
+from graphopt.compat.dynamo import seconds_compiling
 from tests import zoo
 from tests.long_forms import long
 
@@ -99,3 +101,15 @@ def test_apollo_with_a_rank_as_large_as_the_matrix_scales_channels_as_adam_does(
     p.grad = 100 * gradient
     optimizer.step()
     assert float((p.detach() - before).norm()) <= 1.0101 * float(before.norm())  # a step's norm grows by 1 % at most
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_compiling_for_another_size_has_a_clock_of_its_own_in_every_way(planned: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    example = torch.ones(3, 5)
+    step = graphopt.optimize(model, (example,), backend="aot_eager") if planned else torch.compile(model, backend="aot_eager")
+    spent = [seconds_compiling()]
+    for rows in (3, 3, 7, 7):
+        step(torch.ones(rows, 5)).sum().backward()
+        spent.append(seconds_compiling())
+    assert [after > before for before, after in itertools.pairwise(spent)] == [True, False, True, False]
