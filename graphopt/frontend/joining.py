@@ -117,7 +117,8 @@ class _Joined:
     def _value(region: RecordedRegion, desc: InputDesc) -> Any:
         return region.inputs[desc.target] if desc.kind == "input" and isinstance(desc.target, int) else None
 
-    def _copy(self, node: fx.Node, region: RecordedRegion, mapping: dict[fx.Node, fx.Node]) -> None:
+    def _copy(self, node: fx.Node, region: RecordedRegion, number: int) -> None:
+        mapping = self._maps[number]
         if node.op == "get_attr":
             assert region.graph is not None
             value = getattr(region.graph.module, str(node.target))
@@ -129,7 +130,7 @@ class _Joined:
             copied = self.graph.get_attr(name)
         else:
             copied = self.graph.node_copy(node, lambda n: mapping[n])
-        copied.meta = dict(node.meta)
+        copied.meta = {**node.meta, "custom": {**node.meta.get("custom", {}), "region": number}}
         mapping[node] = copied
 
     def _forward(self, number: int, region: RecordedRegion) -> None:
@@ -143,7 +144,7 @@ class _Joined:
         later = descendants(tangents)
         for node in graph.graph.nodes:
             if node in needed and node not in later and node.op not in ("placeholder", "output"):
-                self._copy(node, region, mapping)
+                self._copy(node, region, number)
         for made, result in zip(graph.outputs, graph.results, strict=True):
             if made.kind != "output" or not isinstance(made.target, int) or not isinstance(result, fx.Node):
                 continue
@@ -182,7 +183,7 @@ class _Joined:
                 mapping[node] = self._laid_out(self._sum(terms), node) if terms else self._zeros(node)
         for node in graph.graph.nodes:
             if node not in mapping and node.op not in ("placeholder", "output"):
-                self._copy(node, region, mapping)
+                self._copy(node, region, number)
         places = dict(zip(graph.inputs, graph.placeholders, strict=True))
         for returned, result in zip(graph.outputs, graph.results, strict=True):
             if returned.kind != "gradient" or not isinstance(result, fx.Node):

@@ -4,7 +4,7 @@ nothing alive."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,16 @@ from graphopt.compat import expression, run_on_metadata
 aten = torch.ops.aten
 
 
-ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")
-"""Metadata that says where in the model a node comes from."""
+ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "custom")
+"""Metadata that says where in the model a node comes from; for the last, see `in_one_region`."""
 
 CHECKPOINTED = ("recompute", "ac_graph_id")
 """Metadata that says to which checkpointed region a node belongs, and whether it is computed again."""
+
+
+def in_one_region(nodes: Iterable[fx.Node]) -> bool:
+    """Whether nodes run in one compiled graph. Where a model is several, they are planned as one, and each is rewritten alone."""
+    return len({node.meta.get("custom", {}).get("region") for node in nodes}) <= 1
 
 
 def insert_node(

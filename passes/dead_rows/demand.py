@@ -17,6 +17,7 @@ from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import ROWS_FIRST, Axis, Read, arguments, first_value, tensors_of
 from graphopt.graph import TrainingGraph, descendants
+from graphopt.transforms.edit import in_one_region
 
 aten = torch.ops.aten
 
@@ -90,7 +91,7 @@ def _zeros(graph: TrainingGraph, rules: Rules, rows: Places) -> tuple[dict[fx.No
         if (put := put_back_at(graph, rows, node)) is not None:
             zeros[node] = put
             continue
-        read = {n: zeros[n] for n in tensors_of(node) if n in zeros}
+        read = {n: zeros[n] for n in tensors_of(node) if n in zeros and in_one_region((n, node))}
         if not read or (node.target is operator.getitem and arguments(node)[0].target in ROWS_FIRST and arguments(node)[1] != 0):
             continue
         if (summed := rules.summed(node, zeros)) is not None:
@@ -108,6 +109,8 @@ def _needed(
 ) -> Axis | None:
     """Where the rows are that all users of a node read of it; None if one of them reads more."""
     axes: set[Axis | None] = set()
+    if not in_one_region((node, *node.users)):
+        return None
     for user in node.users:
         if user.target is aten.sym_size.int:  # `simplify_sizes` reads it elsewhere
             continue

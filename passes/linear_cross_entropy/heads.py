@@ -15,6 +15,7 @@ from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, Axis, Read, arguments, first_value
 from graphopt.graph import TrainingGraph, ancestors, descendants
 from graphopt.runtime.draws import draws
+from graphopt.transforms.edit import in_one_region
 
 aten = torch.ops.aten
 
@@ -243,6 +244,8 @@ def _checked(graph: TrainingGraph, found: _Search, loss: fx.Node, tokens: int, s
     _require_linear(found, [*found.inside, *found.gradients, *found.sums])
     in_full = _read_by_others(found, ends)
     inside, reads = _needed(found, ends, in_full)
+    if not in_one_region((*inside, *ends)):
+        raise NotSeparable("a graph break divides it")
     if ancestors(reads) & {*ends, *(inside & found.cone)}:
         raise NotSeparable("what its tokens give is read again by them")
     if any(value.dtype == torch.float16 for n in inside if (value := first_value(n)) is not None):
