@@ -42,7 +42,10 @@ _NEVER_CHANGE = (
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:
-    """Which guards are to be kept."""
+    """Which guards are to be kept. Those that are kept are made anew, and torch compares what they were made for with `==`, which
+    is no bool for the tensors of numpy's arrays: they forget it."""
+    for guard in guards:
+        guard.orig_guard.obj_weakref = None
     return [not any(part in guard.name for part in _NEVER_CHANGE) for guard in guards]
 
 

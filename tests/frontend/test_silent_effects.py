@@ -146,6 +146,25 @@ def test_a_numpy_number_that_forward_reads(budget: float | None) -> None:
     assert warned == []
 
 
+@BUDGETS
+def test_a_numpy_array_that_forward_reads(budget: float | None) -> None:
+    class Numpy(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = np.linspace(0.5, 1.5, 5, dtype=np.float32)
+
+        def between(self, hidden: Tensor) -> Tensor:
+            return hidden * torch.from_numpy(self.scale)
+
+    def call(called: Any, model: Any, step: int) -> Tensor:
+        model.scale = model.scale + np.float32(step)
+        return called(generated(step, 4, 5))
+
+    with warnings_of() as warned:
+        assert_steps_as_in_eager(Numpy(), X, call, budget)
+    assert warned == []
+
+
 def test_data_of_a_weight_that_forward_replaces() -> None:
     class Decaying(Two):
         def forward(self, x: Tensor) -> Tensor:
