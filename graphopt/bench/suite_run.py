@@ -104,7 +104,7 @@ def train(run: Run, limit: float | None, folder: Path, tell: Callable[[int], Non
             prepared.after_step(batch)
             compiled = max(prepared.compile_seconds() - compiled, seconds_compiling() - traced)  # what is traced is in both
             alone = device == "cpu" and run.threads == 1 and not compiled
-            seconds.append(time.process_time() - own if alone else now(device) - begin - compiled)
+            seconds.append(time.process_time() - own if alone else max(0.0, now(device) - begin - compiled))
             training += seconds[-1]
             compiling += compiled
             before, progress = progress, max(len(seconds) / most, training / limit if limit else 0.0)

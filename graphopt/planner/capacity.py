@@ -25,9 +25,13 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import fx
+
+from graphopt.analysis.batch_dims import gradient_cone
+from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.flops import FlopProfile
-from graphopt.graph import TrainingGraph
-from graphopt.planner.costs import BackwardCosts, backward_costs
+from graphopt.graph import TrainingGraph, ancestors
+from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
 
@@ -70,11 +74,12 @@ def capacity(
     costs = backward_costs(profile)
     shapes = {p.name: p.shape for p in graph.parameters}
     last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
-    matrices = {name: math.prod(shapes[name]) for name in costs.names if not is_vector(shapes[name])}
-    inner = [name for name in matrices if name not in last]
-    usual = statistics.median([matrices[name] for name in inner] or [1])
-    power = by.size if _reads_every_row(costs, matrices) else 0.0
-    kinds = {name: (matrices[name] / usual) ** power if name in matrices else by.vector for name in costs.names}
+    inner = [name for name in costs.names if name not in last and not is_vector(shapes[name])]
+    multiplied = dict(zip(costs.names, costs.weight_grad_flops, strict=True))  # tables that are only looked up take none
+    sizes = {name: math.prod(shapes[name]) for name in inner if multiplied[name]}
+    power = by.size if sizes and _reads_every_row(graph) else 0.0
+    usual = statistics.median(sizes.values() or [1])
+    kinds = {name: by.vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
     source = f"matrices count {size}, vectors {by.vector:g}, the output layer x {by.output:g}"
@@ -87,7 +92,18 @@ def capacity(
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))
 
 
-def _reads_every_row(costs: BackwardCosts, matrices: Mapping[str, int]) -> bool:
-    """Whether the gradient of the matrix next to the loss adds up products of about as many rows as those of the others do."""
-    rows = [flops / matrices[n] for n, flops in zip(costs.names, costs.weight_grad_flops, strict=True) if n in matrices and flops]
-    return bool(rows) and rows[0] >= FEW_ROWS * statistics.median(rows)
+def _reads_every_row(graph: TrainingGraph) -> bool:
+    """Whether the last products with weights, before the loss, have about as many rows as products have in general."""
+    names, backward = graph.parameter_nodes(), gradient_cone(graph)
+    rows: dict[fx.Node, float] = {}
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or node in backward or not (flops := graph.at(node_flops(node), graph.batch_size)):
+            continue
+        for read in node.all_input_nodes:
+            while read not in names and len(read.all_input_nodes) == 1:
+                read = read.all_input_nodes[0]
+            if read in names:
+                rows[node] = max(rows.get(node, 0.0), flops / read.meta["val"].numel())
+    before = ancestors([read for node in rows for read in node.all_input_nodes])
+    heads = [count for node, count in rows.items() if node not in before]
+    return bool(heads) and max(heads) >= FEW_ROWS * statistics.median(rows.values())

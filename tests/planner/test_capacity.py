@@ -46,11 +46,12 @@ def head_of(name: str) -> set[str]:
 def test_a_value_depends_on_the_size_of_a_matrix_and_on_being_the_output_layer(name: str, size: float) -> None:
     model, inputs = zoo.make(name)
     by = Weighting(vector=0.5, size=size, output=7.0)
-    sizes = {n: p.numel() for n, p in model.named_parameters() if not is_vector(tuple(p.shape))}
-    usual = statistics.median(elements for n, elements in sizes.items() if n not in head_of(name))
+    matrices = {n: p.numel() for n, p in model.named_parameters() if not is_vector(tuple(p.shape))}
+    sizes = {n: elements for n, elements in matrices.items() if n not in head_of(name) and "embed" not in n}
+    usual = statistics.median(sizes.values())
     power = size if name in ("mlp", "llama") else 0.0  # the loss of the others reads one row of each sample
     values = rated(model, inputs, by)
-    kinds = {n: (sizes[n] / usual) ** power if n in sizes else 0.5 for n in values}
+    kinds = {n: (sizes.get(n, usual) / usual) ** power if n in matrices else 0.5 for n in values}
     expected = {n: kind * (7.0 if n in head_of(name) else 1.0) for n, kind in kinds.items()}
     largest = max(expected.values())
     assert values == pytest.approx({n: value / largest for n, value in expected.items()})
@@ -76,6 +77,39 @@ def test_where_size_does_not_count_matrices_count_alike_and_vectors_less() -> No
     values = rated(*zoo.make("llama"), Weighting(vector=0.5, size=0.0, output=1.0))
     assert {values[n] for n in values if "norm" not in n} == {1.0}
     assert {values[n] for n in values if "norm" in n} == {0.5}
+
+
+class Heads(nn.Module):
+    """Layers over rows, a head that reads one row of each sample, and on request one that reads all."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.first, self.wide, self.narrow = nn.Linear(6, 6), nn.Linear(6, 24), nn.Linear(24, 6)
+        self.few, self.every = nn.Linear(6, 3), nn.Linear(6, 3) if both else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.narrow(torch.relu(self.wide(torch.relu(self.first(x)))))
+        few: Tensor = self.few(x[:, 0]).square().mean()
+        return few if self.every is None else self.every(x).square().mean() + few
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_size_counts_where_a_head_reads_every_row_whether_it_is_trained_or_not(both: bool, frozen: bool) -> None:
+    model = Heads(both)
+    for head in (model.few, model.every):
+        if frozen and head is not None:
+            head.requires_grad_(False)
+    values = rated(model, (torch.randn(4, 8, 6),), Weighting(size=0.5))
+    assert (values["wide.weight"] > values["first.weight"]) == both
+    if not frozen:
+        assert values["few.weight"] == 10 / 0.55 * values["first.bias"]
+
+
+@pytest.mark.parametrize("model", [nn.Embedding(5, 3), nn.Sequential(nn.Embedding(5, 3), nn.LayerNorm(3)), nn.LayerNorm(3)])
+def test_models_without_products_are_rated(model: nn.Module) -> None:
+    inputs = torch.randn(2, 3) if isinstance(model, nn.LayerNorm) else torch.randint(0, 5, (2, 4))
+    assert max(rated(model, (inputs,)).values()) == 1.0
 
 
 def test_the_source_names_the_weighting() -> None:
