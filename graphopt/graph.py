@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -260,6 +260,17 @@ def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
             seen.add(node)
             stack.extend(node.users)
     return seen
+
+
+def parameters_read(node: fx.Node, parameters: Container[fx.Node]) -> list[fx.Node]:
+    """Those of `parameters` that a node reads as they are, transposed or cast; the one of most dimensions first."""
+    found = []
+    for read in node.all_input_nodes:
+        while read not in parameters and len(read.all_input_nodes) == 1:
+            read = read.all_input_nodes[0]
+        if read in parameters:
+            found.append(read)
+    return sorted(found, key=lambda parameter: -parameter.meta["val"].dim())
 
 
 def from_export(

@@ -30,7 +30,7 @@ from torch import fx
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.flops import FlopProfile
-from graphopt.graph import TrainingGraph, ancestors
+from graphopt.graph import TrainingGraph, ancestors, parameters_read
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
@@ -99,11 +99,8 @@ def _reads_every_row(graph: TrainingGraph) -> bool:
     for node in graph.graph.nodes:
         if node.op != "call_function" or node in backward or not (flops := graph.at(node_flops(node), graph.batch_size)):
             continue
-        for read in node.all_input_nodes:
-            while read not in names and len(read.all_input_nodes) == 1:
-                read = read.all_input_nodes[0]
-            if read in names:
-                rows[node] = max(rows.get(node, 0.0), flops / read.meta["val"].numel())
+        for read in parameters_read(node, names):
+            rows[node] = max(rows.get(node, 0.0), flops / read.meta["val"].numel())
     before = ancestors([read for node in rows for read in node.all_input_nodes])
     heads = [count for node, count in rows.items() if node not in before]
     return bool(heads) and max(heads) >= FEW_ROWS * statistics.median(rows.values())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import ROWS_FIRST, Axis, Read, arguments, first_value, tensors_of
-from graphopt.graph import TrainingGraph, descendants
+from graphopt.graph import TrainingGraph, descendants, parameters_read
 from graphopt.transforms.edit import in_one_region
 
 aten = torch.ops.aten
@@ -134,19 +133,6 @@ def _name(graph: TrainingGraph, takes: Mapping[fx.Node, Axis]) -> str:
     """The first parameter that is read together with what was taken."""
     below, names = descendants(takes) - gradient_cone(graph), graph.parameter_nodes()
     for node in graph.graph.nodes:
-        if node in below and node not in takes and node.op == "call_function":
-            for name in _parameters_of(node, names, below):
-                return name
+        if node in below and node not in takes and (read := parameters_read(node, names)):
+            return names[read[0]]
     return "the output"
-
-
-def _parameters_of(node: fx.Node, names: Mapping[fx.Node, str], below: set[fx.Node]) -> Iterator[str]:
-    """Parameters that a node reads, as they are or transposed; a weight first."""
-    found = []
-    for argument in node.all_input_nodes:
-        while argument not in names and argument not in below and len(argument.all_input_nodes) == 1:
-            argument = argument.all_input_nodes[0]
-        if argument in names:
-            found.append(argument)
-    ranked = sorted(found, key=lambda n: -n.meta["val"].dim())
-    return itertools.islice((names[n] for n in ranked), 1)

@@ -13,7 +13,7 @@ from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, Axis, Read, arguments, first_value
-from graphopt.graph import TrainingGraph, ancestors, descendants
+from graphopt.graph import TrainingGraph, ancestors, descendants, parameters_read
 from graphopt.runtime.draws import draws
 from graphopt.transforms.edit import in_one_region
 
@@ -336,12 +336,8 @@ def _name(graph: TrainingGraph, loss: fx.Node) -> str:
         if node in seen:
             continue
         seen.add(node)
-        if node.target in PRODUCTS:
-            for argument in reversed(arguments(node)):
-                while isinstance(argument, fx.Node) and argument not in names and len(argument.all_input_nodes) == 1:
-                    argument = argument.all_input_nodes[0]
-                if argument in names:
-                    return names[argument]
+        if node.target in PRODUCTS and (read := parameters_read(node, names)):
+            return names[read[0]]
         waiting += node.all_input_nodes
     return "the logits"
 
