@@ -1,12 +1,13 @@
 """`graphopt bench selection`: which rule selects the tensors that train best, at equal FLOPs, steps and schedule.
 
 Every rule is tuned alike: its learning rate is doubled or halved until the best one tried lies between two others. Of random
-sets, five are drawn, and the best counts. Rules that are near the best are run with further seeds. Finished runs are kept, line
-by line, so that a comparison can be made in many sittings.
+sets, five are drawn, and the best counts. Rules that are near the best are run with further seeds, at every learning rate that
+one seed does not tell from the best. Finished runs are kept, line by line, so that a comparison can be made in many sittings.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import statistics
 from collections import defaultdict
@@ -33,6 +34,9 @@ DRAWS = 5
 
 NEAR = 0.015
 """Rules whose accuracy is so near to the best are run with further seeds."""
+
+CLOSE = 0.005
+"""Learning rates whose accuracies differ by so little are run with further seeds, and the best mean counts."""
 
 Result = Mapping[str, Any]
 
@@ -106,7 +110,7 @@ def missing(settings: Settings, results: Sequence[Result], rates: Mapping[str, f
     """
     for task in settings.tasks:
         for flops in settings.flops:
-            tuned: dict[str, tuple[float, int, float]] = {}
+            tuned: dict[str, tuple[list[float], int, float]] = {}
             for rule in settings.rules:
                 found = [r for r in results if _belongs(r, task, rule, flops, steps[task])]
                 wanted = next_rate(_tried(found).items(), rates[task])
@@ -119,12 +123,12 @@ def missing(settings: Settings, results: Sequence[Result], rates: Mapping[str, f
                 yield from (_run(task, rule, flops, rate, steps[task], 0, d) for d in draws if d not in values)
                 if all(d in values for d in draws):
                     draw = max(values, key=lambda d: values[d])
-                    tuned[rule] = (rate, draw, values[draw])
+                    tuned[rule] = (_close(_tried(found)), draw, values[draw])
             best = max((value for _, _, value in tuned.values()), default=0.0)
-            for rule, (rate, draw, value) in tuned.items():
+            for rule, (close, draw, value) in tuned.items():
                 if len(tuned) < len(settings.rules) or (value < best - NEAR and rule not in ("ours", "full")):
                     continue
-                for seed in range(1, settings.seeds):
+                for rate, seed in itertools.product(close, range(settings.seeds)):
                     wanted_run = _run(task, rule, flops, rate, steps[task], seed, draw)
                     if not any(_same(r, wanted_run) for r in results):
                         yield wanted_run
@@ -148,10 +152,15 @@ def _tried(found: Sequence[Result]) -> dict[float, float]:
     return {r["rate"]: r["accuracy"] for r in found if r["seed"] == 0 and r["draw"] == 0}
 
 
+def _close(tried: Mapping[float, float]) -> list[float]:
+    """The learning rates that the first seed does not tell from the best."""
+    return [rate for rate, accuracy in tried.items() if accuracy >= max(tried.values()) - CLOSE]
+
+
 def compare(
     settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """A row per task, fraction of FLOPs and rule: its best learning rate (and draw), and means over the seeds that were run."""
+    """A row per task, fraction of FLOPs and rule: its best learning rate (and draw), by the means over the seeds that were run."""
     rows = []
     for task in settings.tasks:
         for flops in settings.flops:
@@ -159,18 +168,18 @@ def compare(
                 found = [r for r in results if _belongs(r, task, rule, flops, steps[task])]
                 if not found:
                     continue
-                rate = best_rate(_tried(found))
-                by_draw: dict[int, list[Result]] = defaultdict(list)
+                close = _close(_tried(found))
+                alike: dict[tuple[float, int], list[Result]] = defaultdict(list)
                 for r in found:
-                    if r["rate"] == rate:
-                        by_draw[r["draw"]].append(r)
-                kept = max(by_draw.values(), key=lambda runs: next((r["accuracy"] for r in runs if r["seed"] == 0), 0.0))
+                    if r["rate"] in close:
+                        alike[r["rate"], r["draw"]].append(r)
+                kept = max(alike.values(), key=lambda runs: (len(runs), statistics.fmean(r["accuracy"] for r in runs)))
                 rows.append(
                     {
                         "task": task,
                         "flops": flops,
                         "rule": rule,
-                        "rate": rate,
+                        "rate": kept[0]["rate"],
                         "seeds": len(kept),
                         "complete": next_rate(_tried(found).items(), rates[task]) is None,
                         "step_flops": kept[0]["step_flops"],

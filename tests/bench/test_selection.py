@@ -138,6 +138,15 @@ def test_further_seeds_are_run_of_ours_of_full_training_and_of_rules_near_the_be
     assert {r["rate"] for r in found if r["seed"]} == {RATE}
 
 
+def test_rates_that_one_seed_does_not_tell_apart_are_run_with_further_seeds_and_the_best_mean_counts() -> None:
+    by_rate = {RATE: (0.8, 0.7, 0.7), RATE / 2: (0.799, 0.75, 0.76), 2 * RATE: (0.79, 0.9, 0.9)}
+    wanted = asked(["ours"], seeds=3)
+    found = search(wanted, lambda run: by_rate[run.rate][run.seed])
+    assert {(r["rate"], r["seed"]) for r in found if r["seed"]} == {(rate, s) for rate in (RATE, RATE / 2) for s in (1, 2)}
+    (row,) = compare(wanted, found, {"digits": RATE}, {"digits": STEPS})
+    assert (row["rate"], row["seeds"], row["accuracy"]) == (RATE / 2, 3, pytest.approx((0.799 + 0.75 + 0.76) / 3))
+
+
 def test_no_further_seed_is_run_before_every_rule_is_tuned() -> None:
     best = {"ours": 0.9, "topmost": 0.5}
     found: list[Any] = []
