@@ -1,6 +1,7 @@
 """The joint graphs of a model's regions as one.
 
-Whatever a region returns and a later one takes is the same tensor; by that they are joined.
+Whatever a region returns and a later one takes is the same tensor; by that they are joined. Where eager mode computes something
+in between, autograd knows of what, so that a gradient can be passed on.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ class RecordedRegion:
         graph: the joint graph; None where there is no backward, or where none could be traced.
         inputs: per placeholder of Dynamo's graph, the tensor that it was given; None for other values.
         outputs: what it returned.
+        places: where autograd computed each of these (`place_of`), before anything changed it in place.
     """
 
     region: Region
     graph: TrainingGraph | None
     inputs: list[Any] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
+    places: list[Any] = field(default_factory=list)
+
+
+def place_of(value: Any) -> tuple[Any, int] | None:
+    """Where autograd computes a tensor: a node, and which of its outputs it is; None if nowhere."""
+    return (value.grad_fn, value.output_nr) if isinstance(value, Tensor) and value.grad_fn is not None else None
 
 
 def joined_graph(regions: Sequence[RecordedRegion], returned: Sequence[Tensor], batch_size: int, reason: str) -> TrainingGraph:
@@ -71,8 +79,11 @@ class _Joined:
         self._descs: dict[fx.Node, InputDesc] = {}
         self._made: dict[int, fx.Node] = {}
         self._gradients: dict[int, list[fx.Node]] = {}
+        self._outside: dict[tuple[int, fx.Node], fx.Node] = {}
         self._leaf_gradients: dict[InputDesc, list[fx.Node]] = {}
         self._maps: list[dict[fx.Node, fx.Node]] = []
+        returned_by_regions = [pair for region in regions for pair in zip(region.places, region.outputs, strict=True)]
+        self._outputs = {place: value for place, value in returned_by_regions if place is not None}
         self._hold_inputs(regions)
         for number, region in enumerate(regions):
             self._forward(number, region)
@@ -154,32 +165,47 @@ class _Joined:
 
     def _hold_tangents(self, regions: Sequence[RecordedRegion]) -> None:
         """A gradient from outside for what no later region takes."""
-        taken = {id(value) for region in regions for value in region.inputs if isinstance(value, Tensor)}
+        inputs = [value for region in regions for value in region.inputs if isinstance(value, Tensor)]
+        taken = {id(value) for value in (*inputs, *(made for value in inputs for made in self._computed_of(value)))}
         for number, region in enumerate(regions):
             assert region.graph is not None
             for desc, node in zip(region.graph.inputs, region.graph.placeholders, strict=True):
-                value = self._output(region, desc)
-                if desc.kind == "tangent" and (value is None or id(value) in self._returned or id(value) not in taken):
+                values = self._differentiated(region, desc)
+                used = all(id(value) in taken and id(value) not in self._returned for value in values)
+                if desc.kind == "tangent" and not (values and used):
                     anchor = next(n for n in self.graph.nodes if n.op != "placeholder")
                     with self.graph.inserting_before(anchor):
                         held = self._placeholder(("tangent", number, node.name), desc, node)
-                    if value is not None:
-                        self._gradients.setdefault(id(value), []).append(held)
-                    else:
-                        self._maps[number][node] = held
+                    self._outside[number, node] = held
 
     @staticmethod
-    def _output(region: RecordedRegion, desc: InputDesc) -> Any:
-        target = getattr(desc.target, "target", None)
-        own = desc.kind == "tangent" and getattr(desc.target, "kind", "") == "output" and isinstance(target, int)
-        return region.outputs[target] if own and target is not None else None
+    def _differentiated(region: RecordedRegion, desc: InputDesc) -> list[Tensor]:
+        """What a region returned of which a tangent is the gradient: one tensor, or all those that are views of one."""
+        if desc.kind != "tangent" or not isinstance(desc.target, OutputDesc):
+            return []
+        assert region.graph is not None
+        results = dict(zip(region.graph.outputs, region.graph.results, strict=True))
+        if desc.target.kind == "output":
+            found = [desc.target]
+        elif desc.target.kind == "base" and (base := results.get(desc.target)) is not None:
+            own = {other.target for other in region.graph.inputs if other.kind == "tangent"}
+            below = descendants([base])
+            found = [made for made, result in results.items() if made.kind == "output" and made not in own and result in below]
+        else:
+            found = []
+        values = [region.outputs[made.target] for made in found if isinstance(made.target, int)]
+        return [value for value in values if isinstance(value, Tensor)]
 
     def _backward(self, number: int, region: RecordedRegion) -> None:
         assert region.graph is not None
         mapping, graph = self._maps[number], region.graph
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-            if desc.kind == "tangent" and node not in mapping:
-                terms = self._gradients.get(id(self._output(region, desc)), [])
+            if desc.kind == "tangent":
+                terms = [term for value in self._differentiated(region, desc) for term in self._gradients.get(id(value), [])]
+                if getattr(desc.target, "kind", "") == "base":
+                    terms = [self._passed_on(term, node) for term in terms]
+                if (number, node) in self._outside:
+                    terms.append(self._outside[number, node])
                 mapping[node] = self._laid_out(self._sum(terms), node) if terms else self._zeros(node)
         for node in graph.graph.nodes:
             if node not in mapping and node.op not in ("placeholder", "output"):
@@ -193,9 +219,39 @@ class _Joined:
                 self._leaf_gradients.setdefault(returned.target, []).append(mapping[result])
             elif isinstance(value, Tensor) and id(value) in self._made:
                 self._gradients.setdefault(id(value), []).append(mapping[result])
-            else:  # of an input of the caller's, or of what was computed between regions: always needed
+            elif isinstance(value, Tensor) and (made := self._computed_of(value)):
+                for output in made:
+                    self._gradients.setdefault(id(output), []).append(self._passed_on(mapping[result], self._made[id(output)]))
+            else:  # of an input of the caller's, or of what eager mode trains between regions: always needed
                 own = self._descs[mapping[places[returned.target]]] if returned.target in places else returned.target
                 self._leaf_gradients.setdefault(own, []).append(mapping[result])
+
+    def _computed_of(self, value: Tensor) -> list[Tensor]:
+        """Outputs of regions that eager mode computed a tensor of; none where its gradient leads to anything else, too."""
+        if id(value) in self._made or value.grad_fn is None:
+            return []
+        found: dict[int, Tensor] = {}
+        waiting, seen = [place_of(value)], set()
+        while waiting:
+            place = waiting.pop()
+            if place is None or place in seen:
+                continue
+            seen.add(place)
+            if place in self._outputs:
+                found[id(self._outputs[place])] = self._outputs[place]
+            elif getattr(place[0], "variable", None) is not None:
+                return []
+            else:
+                waiting += [before if before[0] is not None else None for before in place[0].next_functions]
+        return list(found.values())
+
+    def _passed_on(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
+        """The gradient of an output that eager mode computes of another. Nothing is known of it but what it depends on."""
+        value, new = output.meta["val"], torch.ops.aten.new_empty.default
+        options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+        node = self.graph.call_function(new, (gradient, list(value.shape)), options)
+        node.meta = {"val": new(gradient.meta["val"], list(value.shape), **options)}
+        return node
 
     def _laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A tensor in the memory layout with which the next region was traced: what it does with views depends on that."""

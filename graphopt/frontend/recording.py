@@ -21,7 +21,7 @@ from graphopt.compat.aot import joint_graph
 from graphopt.compat.dynamo import compiled_by, differentiates, is_restart, statically
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
-from graphopt.frontend.joining import RecordedRegion, joined_graph
+from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
 from graphopt.frontend.region import region_of, tensor_names, training_graph
 from graphopt.graph import TrainingGraph
 
@@ -77,7 +77,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             graph = None
             if traced is not None:
                 graph = training_graph(region, graph_module(traced[0], copied(traced[0].graph)), traced[1])
-            regions.append(RecordedRegion(region, graph, list(values), list(pytree.tree_leaves(outputs))))
+            returned = list(pytree.tree_leaves(outputs))
+            regions.append(RecordedRegion(region, graph, list(values), returned, [place_of(value) for value in returned]))
             return outputs
 
         return run

@@ -207,33 +207,6 @@ def test_tied_weights_in_two_parts(budget: float | None) -> None:
     assert [p.aliases for p in opt.graph.parameters if p.aliases] in ([("head.weight",)], [])
 
 
-class Between(nn.Module):
-    """A function that is never traced lies between two parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        hidden = untraced(torch.tanh(self.first(x)))
-        return nn.functional.cross_entropy(self.head(torch.tanh(self.second(hidden))), labels)
-
-
-@torch.compiler.disable
-def untraced(x: Tensor) -> Tensor:
-    return x * x.exp() + float(x.detach().numpy().sum() > 1e9)
-
-
-def test_tensors_that_are_made_between_parts_are_unknown_and_keep_their_gradient() -> None:
-    recording = record(Between(), batch(0), {}, 0, "a part is never traced")
-    kinds = [(desc.kind, desc.target.kind) for desc in recording.graph.outputs if desc.kind == "gradient"]
-    assert ("gradient", "input") in kinds  # it is always needed
-    for budget in (None, 0.65, 0.8):
-        assert_steps_as_in_eager(Between(), batch(9), call, budget)
-    opt = assert_steps_as_in_eager(Between(), batch(9), call, 1.0, passes=[GreenTrainer(train=("first.weight",))])
-    assert opt.selected == {"first.weight"}
-
-
 class Untraced(nn.Module):
     """A layer with parameters is never traced."""
 
