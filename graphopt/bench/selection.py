@@ -160,7 +160,7 @@ def _close(tried: Mapping[float, float]) -> list[float]:
 def compare(
     settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """A row per task, fraction of FLOPs and rule, at its best learning rate and draw by the means over the seeds that were run."""
+    """A row per task, fraction of FLOPs and rule, at its best rate and draw by the means over the seeds that were run."""
     rows = []
     for task in settings.tasks:
         for flops in settings.flops:
