@@ -13,7 +13,7 @@ from graphopt.capture import capture_to_run
 from graphopt.compat import output_list
 from graphopt.lower import lower
 from graphopt.specialise import specialise
-from graphopt.transforms.symbolic_zeros import without_tangents
+from graphopt.transforms.symbolic_zeros import expected_results, without_tangents
 
 
 class Heads(nn.Module):
@@ -29,6 +29,15 @@ class Heads(nn.Module):
         hidden = torch.tanh(self.body(x))
         logits = self.head(hidden)
         return logits.square().mean(), logits, torch.softmax(self.other(hidden), -1)
+
+
+def test_an_input_without_a_shape_is_no_tangent() -> None:
+    """As numbers of routed tokens are, of which a graph of Switch Transformers takes one that nothing reads."""
+    graph = capture_to_run(Heads(), (torch.randn(5, 4),), {})
+    expected = expected_results(graph)
+    places = zip(graph.inputs, graph.placeholders, strict=True)
+    del next(node for desc, node in places if desc.kind == "input").meta["val"]
+    assert expected_results(graph) == expected == {0}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
