@@ -1,0 +1,80 @@
+"""Random models of several graphs: gradients are eager mode's, and what runs takes the FLOPs that were planned."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import types
+
+import pytest
+import torch
+from graphopt.passes import GreenTrainer
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphopt
+from graphopt.analysis.flops import flop_profile
+from tests.long_forms import long
+
+WIDTH = 8
+
+
+LINES = {
+    "layer": "h = torch.tanh(self.layers[{i}](h))",
+    "scale": "h = h * self.scales[{i}]",
+    "shortcut": "h = h + kept; kept = h",
+    "break": "print(end='')",
+    "eager mode": "h = of_two(h, kept)",
+    "views": "t = self.layers[{i}](h); left, right = t[:, :4], t[:, 4:]; print(end=''); h = torch.cat([right, left], 1)",
+    "in place": "h = self.layers[{i}](h); print(end=''); h.mul_(0.9)",
+}
+"""Of `forward`; it has no loop, since of one in which the graph breaks nothing is traced."""
+
+
+@torch.compiler.disable
+def of_two(x: Tensor, kept: Tensor) -> Tensor:
+    left, right = (x + kept.sin()).split(4, 1)
+    return torch.cat([right, left.exp()], 1)
+
+
+class Random(nn.Module):
+    """Its lines are of random kinds."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in kinds)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in kinds)
+
+
+def model_of(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> Random:
+    lines = [LINES[kind].format(i=i) for i, kind in enumerate(kinds)]
+    written = ["def forward(self, h):", " kept = h", *(f" {line}" for line in lines), " return h.square().mean()"]
+    module = types.ModuleType("written_by_a_test")
+    module.__dict__.update(torch=torch, of_two=of_two)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo imports it by name
+    exec("\n".join(written), module.__dict__)
+    return type("Written", (Random,), {"forward": module.forward})(kinds)
+
+
+@pytest.mark.parametrize("seed", [1, *long(0, *range(2, 25))])
+def test_what_runs_is_what_was_planned(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(seed)
+    kinds = ["layer", *(draw.choice([*LINES]) for _ in range(draw.randint(3, 8))), "views", "eager mode", "layer"]
+    model = model_of(kinds, monkeypatch)
+    x, reference = torch.randn(6, WIDTH), copy.deepcopy(model)
+    reference(x).backward()
+    used = sorted(name for name, p in reference.named_parameters() if p.grad is not None)
+    train = tuple(draw.sample(used, draw.randint(1, 3)))
+    opt = graphopt.optimize(model, (x,), passes=[GreenTrainer(train=train)], backend="aot_eager")
+    profile = flop_profile(opt.graph)
+    planned = profile.forward + profile.cost(train)
+    for _ in range(2):
+        model.zero_grad()
+        with FlopCounterMode(display=False) as counter:
+            opt(x).backward()
+    assert counter.get_total_flops() == planned
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in train), name
+        if name in train:
+            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
