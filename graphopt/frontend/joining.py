@@ -234,7 +234,7 @@ class _Joined:
         waiting, seen = [place_of(value)], set()
         while waiting:
             place = waiting.pop()
-            if place is None or place in seen:
+            if place is None or place[0] is None or place in seen:
                 continue
             seen.add(place)
             if place in self._outputs:
@@ -242,7 +242,7 @@ class _Joined:
             elif getattr(place[0], "variable", None) is not None:
                 return []
             else:
-                waiting += [before if before[0] is not None else None for before in place[0].next_functions]
+                waiting += place[0].next_functions
         return list(found.values())
 
     def _passed_on(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
