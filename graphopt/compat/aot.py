@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses import FakeTensorMode
 
 from graphopt.compat.counted_draws import count_repeated_draws
 from graphopt.compat.fakes import fake_mode_of, retrace
@@ -110,8 +111,18 @@ def _tracing(module: fx.GraphModule) -> Iterator[None]:
     skipped: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not lifted and hasattr(graph_compile, "_apply_tensorify_python_scalars"):
         skipped = mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", return_value=None)
-    with open_recurrent_layers(), skipped:
+    with open_recurrent_layers(), skipped, _tracing_context():
         yield
+
+
+def _tracing_context() -> contextlib.AbstractContextManager[Any]:
+    """One of torch's own, unless Dynamo has opened it: without one a backward keeps a second run of the forward's attention.
+
+    AOTAutograd takes attention for a random draw there, which is not removed though nothing reads it.
+    """
+    if torch._guards.TracingContext.try_get() is not None:
+        return contextlib.nullcontext()
+    return torch._guards.tracing(torch._guards.TracingContext(FakeTensorMode()))
 
 
 class _Traced(Exception):

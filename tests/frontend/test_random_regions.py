@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 import types
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -78,3 +79,43 @@ def test_what_runs_is_what_was_planned(seed: int, monkeypatch: pytest.MonkeyPatc
         assert (parameter.grad is not None) == (name in train), name
         if name in train:
             torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
+
+
+class Layer(nn.Module):
+    """Attention of one head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        query, key, value = self.projection(h)[:, None].chunk(3, -1)
+        return h + nn.functional.scaled_dot_product_attention(query, key, value)[:, 0]
+
+
+class Layers(nn.Module):
+    """Of the loop nothing is traced, and of the layers each by itself: Dynamo takes the second one's graph for the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            print(end="")
+            h = layer(h)
+        return h.square().mean()
+
+
+def test_layers_that_share_a_graph_of_dynamos_run_their_attention_once() -> None:
+    def attentions(call: Callable[[Tensor], Tensor]) -> int:
+        with torch.profiler.profile() as profile:
+            call(x).backward()
+        wanted = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        return sum(event.count for event in profile.key_averages() if event.key == wanted)
+
+    model, x = Layers(), torch.randn(2, 5, WIDTH)
+    assert attentions(model) == 3
+    opt = graphopt.optimize(model, (x,), budget=0.9, backend="aot_eager")
+    opt(x).backward()
+    assert attentions(opt) == 3

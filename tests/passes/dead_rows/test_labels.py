@@ -53,17 +53,17 @@ def checked(model: nn.Module, batch: tuple[Tensor, ...], labelled: float = 0.5) 
     return check_pass(rewrite, model, batch, lambda graph: [site.name for site in rewrite.applicable(graph)])[-1]
 
 
-@pytest.mark.parametrize("samples", [3, 1])
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"ignore_index": 7},
+    {"weight": torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)},
+    {"logits": True},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reduction": "sum"},
-        {"ignore_index": 7},
-        {"weight": torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)},
-        {"logits": True},
-    ],
-    ids=str,
+    ("samples", "options"), [*((3, o) for o in OPTIONS), (1, {}), *long(*((1, o) for o in OPTIONS[1:]))], ids=str
 )
 def test_a_loss_that_ignores_labels(samples: int, options: dict[str, Any]) -> None:
     class Weighted(LanguageModel):
