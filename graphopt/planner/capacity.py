@@ -10,7 +10,7 @@ count by the root of their size.
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count:
 
-    value = (output layer: 10, else 1) x (vector: 0.55, matrix: 1, or (elements / the matrices' median)^0.5)
+    value = (output layer: 10, else 1) x (vector: 1.2, matrix: 1, or (elements / the matrices' median)^0.5)
             + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
 where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
@@ -51,7 +51,7 @@ class Weighting:
         most: how many times that value it adds at most: of untrained models a few gradients are thousands of times the median.
     """
 
-    vector: float = 0.55
+    vector: float = 1.2
     size: float = 0.5
     output: float = 10.0
     steep: float = 6.0
