@@ -4,13 +4,16 @@ The first-order gain of an optimizer step, -<dw, g>, grows with a tensor's size 
 gain alone. Maximised under a limit on FLOPs it picks the widest matrices next to the output. Trained, such sets lose to most
 others (`graphopt bench selection`). Where the loss reads few rows, such as one of each sample, better sets train the output
 layer, many matrices of whatever size, and vectors of many layers: so every matrix counts alike, and the cheapest are chosen.
-Where it reads every row, as a language model's does, there is more to be learned from a batch, and large matrices pay: they
-count by the root of their size.
+In the last layer most matrices then learn from one row of each sample, though they were made for all rows. That costs next to
+nothing and does harm: they count 0. Where the loss reads every row, as a language model's does, there is more to be learned from
+a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
-("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count:
+("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count.
+There is much to be learned then, and matrices of few rows count, too:
 
-    value = (output layer: 10, else 1) x (vector: 1.2, matrix: 1, or (elements / the matrices' median)^0.5)
+    value = (output layer: 10, else 1)
+            x (vector: 1.2; matrix: 1, or 0 of few rows, or (elements / the matrices' median)^0.5 where every row is read)
             + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
 where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
@@ -22,16 +25,16 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.graph import TrainingGraph, ancestors, parameters_read
-from graphopt.planner.costs import backward_costs
+from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
 
@@ -77,19 +80,41 @@ def capacity(
     inner = [name for name in costs.names if name not in last and not is_vector(shapes[name])]
     multiplied = dict(zip(costs.names, costs.weight_grad_flops, strict=True))  # tables that are only looked up take none
     sizes = {name: math.prod(shapes[name]) for name in inner if multiplied[name]}
-    power = by.size if sizes and _reads_every_row(graph) else 0.0
+    every = _reads_every_row(graph)
+    power = by.size if sizes and every else 0.0
     usual = statistics.median(sizes.values() or [1])
     kinds = {name: by.vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
     source = f"matrices count {size}, vectors {by.vector:g}, the output layer x {by.output:g}"
     ordinary = [n for name, n in (norms or {}).items() if n > 0 and name in inner]
+    idle = set() if every else _with_few_rows(graph, costs, inner)
     if norms and ordinary:
         unit, most = by.steep * statistics.median(ordinary), by.most ** (1 / 6)
+        below = inner[max((inner.index(name) for name in idle), default=0) :]
+        if any(norms.get(name, 0.0) > unit for name in below):  # the inputs differ from those of pre-training
+            idle = set()
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
+    if idle:
+        values |= dict.fromkeys(idle, 0.0)
+        source += ", matrices of few rows 0"
     largest = max(values.values(), default=1.0) or 1.0
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))
+
+
+def _with_few_rows(graph: TrainingGraph, costs: BackwardCosts, matrices: Collection[str]) -> set[str]:
+    """Matrices that learn from a smaller part of the rows that forward computes with them than others do.
+
+    Args:
+        graph: as captured.
+        costs: of the graph as it is after exact rewrites, which leave rows out.
+    """
+    captured = backward_costs(flop_profile(graph))
+    before = dict(zip(captured.names, captured.weight_grad_flops, strict=True))
+    left = dict(zip(costs.names, costs.weight_grad_flops, strict=True))
+    shares = {name: left[name] / before[name] for name in matrices if before.get(name)}
+    return {name for name, share in shares.items() if share < FEW_ROWS * max(shares.values())}
 
 
 def _reads_every_row(graph: TrainingGraph) -> bool:

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt import ImportanceError, PassError
-from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.calls import as_call
 from graphopt.capture import capture
 from graphopt.planner.capacity import Weighting, capacity
+from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.importance import Importance
+from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.planner.rating import rate_tensors
 from graphopt.planner.simple_rules import is_vector
 from tests import zoo
@@ -157,6 +159,42 @@ def test_two_tensors_far_steeper_than_all_others_outweigh_many_matrices() -> Non
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
 def test_without_the_gradient_of_a_matrix_place_and_size_alone_count(norms: dict[str, float]) -> None:
     assert set(with_norms(norms, 1.0).values()) == {1.0}
+
+
+def limited(model: nn.Module, inputs: Any) -> FlopsLimit:
+    budget = graphopt.Budget(flops=0.6)
+    graph = graphopt.analyze(model, inputs).graph
+    return FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, flop_profile(graph))
+
+
+def worthless(limit: FlopsLimit, profile: FlopProfile, norms: dict[str, float]) -> set[str]:
+    return {name for name, value in capacity(limit.graph, profile, norms=norms).values.items() if not value}
+
+
+def test_matrices_that_learn_from_one_row_of_each_sample_count_nothing_unless_the_loss_is_steep_below_them() -> None:
+    model, inputs = zoo.make("bert")
+    limit = limited(model, inputs)
+    last = f"bert.encoder.layer.{model.config.num_hidden_layers - 1}."  # type: ignore[union-attr]
+    parts = ("attention.self.query", "attention.output.dense", "intermediate.dense", "output.dense")
+    even = dict.fromkeys(limit.costs.names, 1.0)
+    for norms in ({}, even, {**even, "bert.pooler.dense.weight": 100.0}):
+        assert worthless(limit, limit.profile, norms) == {f"{last}{part}.weight" for part in parts}
+    assert not worthless(limit, limit.profile, {**even, "bert.encoder.layer.0.attention.self.value.weight": 7.0})
+    assert not worthless(limit, limit.captured, even)
+
+
+def test_where_all_layers_learn_from_few_rows_all_count() -> None:
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.head(self.layers(x)[:, 0]), labels)
+
+    limit = limited(First(), (torch.randn(4, 16, 6), torch.randint(0, 3, (4,))))
+    assert limit.profile.step < 0.2 * limit.captured.step
+    assert not worthless(limit, limit.profile, {})
 
 
 # Which rule rates.
