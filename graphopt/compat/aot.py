@@ -147,6 +147,23 @@ def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.Gra
     return found[0]
 
 
+def forward_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:
+    """As `joint_graph`, of a graph of Dynamo's that has no backward."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    found: list[fx.GraphModule] = []
+
+    def compile_forward(forward: fx.GraphModule, inputs: Any) -> Any:
+        found.append(forward)
+        raise _Traced
+
+    with contextlib.suppress(_Traced), _tracing(module), torch.no_grad():
+        aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, inference_compiler=compile_forward)(module, list(examples))
+    if not found:
+        raise CaptureError("AOTAutograd traces nothing of it")
+    return found[0], len(found[0].graph.output_node().args[0])
+
+
 def split_again(module: fx.GraphModule, examples: Sequence[Any], hooks: Hooks) -> None:
     """Trace a graph of Dynamo's and split it as for Inductor, so that `hooks` see what came from torch's cache."""
     from torch._dynamo.backends.common import aot_autograd

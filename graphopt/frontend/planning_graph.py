@@ -77,14 +77,14 @@ def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ba
 
 
 def left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:
-    """What to tell of parameters in parts that torch.compile does not trace; "" if there are none."""
+    """What to tell of parameters in no part that torch.compile traces; "" if there are none."""
     known = {p.name for p in graph.parameters}
     others = [name for name, p in model.named_parameters() if p.requires_grad and name not in known]
     if not others:
         return ""
     return (
-        f"torch.compile leaves the use of {len(others)} parameters to eager mode (the first is {others[0]}): they are trained, "
-        "and neither planned nor counted"
+        f"torch.compile traces no use of {len(others)} parameters for the example batch (the first is {others[0]}). Those that "
+        "are used all the same, in eager mode or on a branch that other batches take, are trained, and not planned or counted"
     )
 
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from graphopt.analysis.flop_formulas import node_flops
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
-from graphopt.compat.aot import joint_graph
+from graphopt.compat.aot import forward_graph, joint_graph
 from graphopt.compat.dynamo import compiled_by, differentiates, is_restart, statically
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
@@ -62,13 +63,12 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Any:
         placeholders = module.graph.find_nodes(op="placeholder")
         traced: tuple[fx.GraphModule, int] | None = None
-        if differentiates(module):
-            try:
-                traced = _traced(module, examples)
-            except Exception as error:
-                if is_restart(error):
-                    raise
-                unplanned.append(f"a part of the model cannot be planned ({first_line(error)})")
+        try:
+            traced = _traced(module, examples) if differentiates(module) else _forward_alone(module, examples)
+        except Exception as error:
+            if is_restart(error):
+                raise
+            unplanned.append(f"a part of the model cannot be planned ({first_line(error)})")
 
         def run(*values: Any) -> Any:
             outputs = module(*values)
@@ -88,7 +88,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         output = compiled_by(lambda *a, **k: running(*a, **k), backend, False)(*args, **kwargs)
     returned = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     planned = [region for region in regions if region.graph is not None]
-    if not planned:
+    if not any(desc.kind == "gradient" for region in planned if region.graph is not None for desc in region.graph.outputs):
         why = unplanned[0] if unplanned else "torch.compile traces no part of it that has a backward"
         raise NothingToPlan(f"nothing of the model can be planned: {why}; {reason}")
     try:
@@ -118,6 +118,12 @@ def _traced(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphMo
                 output.replace_input_with(node, copy_of_node)
         copies.recompile()
         return joint_graph(copies, examples)
+
+
+def _forward_alone(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int] | None:
+    """A graph without a backward, where it takes FLOPs: a frozen part's, or one under `torch.no_grad`."""
+    forward, results = forward_graph(module, examples)
+    return (forward, results) if any(node_flops(node) for node in forward.graph.nodes if node.op == "call_function") else None
 
 
 def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

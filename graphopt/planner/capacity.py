@@ -69,7 +69,8 @@ def capacity(
     The output layer is every tensor whose gradient costs nothing but its own product: no gradient is passed on to reach it.
 
     Args:
-        graph, profile: compute and count their gradients.
+        graph: computes their gradients, as captured.
+        profile: FLOPs of the graph as it is where tensors are selected: exact rewrites before may leave rows out.
         weighting: by default, what `Weighting` says.
         norms: of the gradients of a batch's loss, by name; of the tensors that were measured. Their scale does not matter.
     """

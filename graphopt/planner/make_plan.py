@@ -60,7 +60,7 @@ def make_plan(
     plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss, ranks)
 
     def rate() -> Importance:
-        profile = flop_profile(graph)
+        profile = FlopsLimit(plan, graph, flop_profile(graph)).profile
         return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss, ranks=ranks)
 
     plan = within_memory(plan, graph, rate)

@@ -44,7 +44,8 @@ def rate_tensors(
 
     Args:
         reachable: those that the budget can reach. Where rating takes gradients, only these are rated.
-        graph, profile: of a training step on that batch.
+        graph: of a training step on that batch, as captured.
+        profile: of the graph as it is where tensors are selected, see `FlopsLimit.profile`.
         args, kwargs, optimizer, loss: see `measure_importance`. Tensors that an optimizer does not hold are worth 0.
         earlier: rating of the same model, whose gradients the default rule uses again.
         ranks: that train the model together; see `gradient_norms`.

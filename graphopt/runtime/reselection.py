@@ -111,7 +111,7 @@ def select_anew(
     plan, graph, profile = now.plan, limit.graph, limit.captured
     try:
         importance = rate_tensors(
-            plan.passes, now.model, args, kwargs, graph, profile, names, optimizer, now.loss, plan.importance, now.ranks
+            plan.passes, now.model, args, kwargs, graph, limit.profile, names, optimizer, now.loss, plan.importance, now.ranks
         )
         found = now.ranks.together(lambda: _better(now, limit, importance, tolerance, args, kwargs), WHAT)
     except (BudgetError, ImportanceError, PassError, torch.OutOfMemoryError) as error:

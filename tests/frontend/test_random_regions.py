@@ -119,3 +119,46 @@ def test_layers_that_share_a_graph_of_dynamos_run_their_attention_once() -> None
     opt = graphopt.optimize(model, (x,), budget=0.9, backend="aot_eager")
     opt(x).backward()
     assert attentions(opt) == 3
+
+
+class FirstPart(nn.Module):
+    """The first part has no backward, and a graph of its own."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.frozen, (self.first, self.second, self.head) = frozen, (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.first.requires_grad_(not frozen)
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.frozen):
+            h = torch.tanh(self.first(h))
+        print(end="")
+        return self.head(torch.tanh(self.second(h))).square().mean()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_part_without_a_backward_is_counted(frozen: bool) -> None:
+    model, x = FirstPart(frozen), torch.randn(6, WIDTH)
+
+    def flops(call: Callable[[Tensor], Tensor]) -> int:
+        with FlopCounterMode(display=False) as counter:
+            call(x).backward()
+        return counter.get_total_flops()
+
+    full = flops(model)
+    assert flop_profile(graphopt.analyze(model, (x,)).graph).step == full
+    for budget in (0.7, 0.9):
+        opt = graphopt.optimize(copy.deepcopy(model), (x,), budget, backend="aot_eager")
+        assert flops(opt) == opt.report.flops_ratio * full <= budget * full
+
+
+def test_the_report_after_other_batches_of_a_model_that_reads_a_number_off_a_tensor() -> None:
+    class Scaled(FirstPart):
+        def forward(self, h: Tensor) -> Tensor:
+            h = torch.tanh(self.first(h))
+            return self.head(h * float(h.detach().numpy().mean())).square().mean()
+
+    opt = graphopt.optimize(Scaled(False), (torch.randn(4, WIDTH),), 0.9, backend="aot_eager")
+    for size in (4, 7):
+        opt(torch.randn(size, WIDTH)).backward()
+    assert opt.report.flops_ratio <= 0.9
