@@ -19,7 +19,7 @@ from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
 from graphopt.compat.aot import forward_graph, joint_graph
-from graphopt.compat.dynamo import compiled_by, differentiates, is_restart, statically
+from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
 from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
@@ -84,7 +84,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return run
 
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
-    with unchanged_draws(inputs.tensors), no_generation_cache(running), statically(), torch.enable_grad():
+    with unchanged_draws(inputs.tensors), no_generation_cache(running), Settings(running), statically(), torch.enable_grad():
         output = compiled_by(lambda *a, **k: running(*a, **k), backend, False)(*args, **kwargs)
     returned = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     planned = [region for region in regions if region.graph is not None]

@@ -152,6 +152,22 @@ def test_a_part_without_a_backward_is_counted(frozen: bool) -> None:
         assert flops(opt) == opt.report.flops_ratio * full <= budget * full
 
 
+def test_recurrent_layers_are_planned_in_parts_too() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.recurrent, self.second, self.head = nn.LSTM(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+        def forward(self, h: Tensor) -> Tensor:
+            h = self.recurrent(h)[0]
+            print(end="")
+            return self.head(torch.tanh(self.second(h))).square().mean()
+
+    opt = graphopt.optimize(Recurrent(), (torch.randn(5, 2, WIDTH),), 0.7, backend="aot_eager")
+    assert 0.4 < opt.report.flops_ratio <= 0.7
+    assert any(name.startswith("recurrent") for name in {p.name for p in opt.graph.parameters})
+
+
 def test_the_report_after_other_batches_of_a_model_that_reads_a_number_off_a_tensor() -> None:
     class Scaled(FirstPart):
         def forward(self, h: Tensor) -> Tensor:
