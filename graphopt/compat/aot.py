@@ -161,7 +161,9 @@ def forward_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.G
         aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, inference_compiler=compile_forward)(module, list(examples))
     if not found:
         raise CaptureError("AOTAutograd traces nothing of it")
-    return found[0], len(found[0].graph.output_node().args[0])
+    results = found[0].graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    return found[0], len(results)
 
 
 def split_again(module: fx.GraphModule, examples: Sequence[Any], hooks: Hooks) -> None:
