@@ -163,8 +163,13 @@ def test_recurrent_layers_are_planned_in_parts_too() -> None:
             print(end="")
             return self.head(torch.tanh(self.second(h))).square().mean()
 
-    opt = graphopt.optimize(Recurrent(), (torch.randn(5, 2, WIDTH),), 0.7, backend="aot_eager")
-    assert 0.4 < opt.report.flops_ratio <= 0.7
+    x = torch.randn(5, 2, WIDTH)
+    opt = graphopt.optimize(Recurrent(), (x,), 0.7, backend="aot_eager")
+    opt(x).backward()
+    with FlopCounterMode(display=False) as counter:
+        opt(x).backward()
+    assert counter.get_total_flops() == pytest.approx(opt.report.flops_ratio * flop_profile(opt.graph).step)
+    assert opt.report.flops_ratio <= 0.7
     assert any(name.startswith("recurrent") for name in {p.name for p in opt.graph.parameters})
 
 

@@ -183,6 +183,13 @@ def test_matrices_that_learn_from_one_row_of_each_sample_count_nothing_unless_th
     assert not worthless(limit, limit.captured, even)
 
 
+def test_selecting_anew_counts_rows_as_selecting_does() -> None:
+    model, inputs = zoo.make("bert")
+    opt = graphopt.optimize(model, inputs, 0.45, backend="aot_eager")
+    assert isinstance(opt, graphopt.OptimizedModule)
+    assert not opt.reselect(inputs, tolerance=0.0).changed
+
+
 def test_where_all_layers_learn_from_few_rows_all_count() -> None:
     class First(nn.Module):
         def __init__(self) -> None:
