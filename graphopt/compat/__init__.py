@@ -71,6 +71,7 @@ from graphopt.compat.recompute import (
 )
 from graphopt.compat.schemas import (
     argument_defaults as argument_defaults,
+    draws as draws,
     has_effect as has_effect,
     has_schema as has_schema,
     is_in_place as is_in_place,

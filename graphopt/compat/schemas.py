@@ -1,9 +1,10 @@
-"""What an operator's schema says: which arguments it has, and which of them it writes to."""
+"""What an operator's schema says: which arguments it has, which of them it writes to, and whether it draws random numbers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -25,6 +26,14 @@ def written_arguments(operator: Any) -> list[bool]:
 def argument_defaults(operator: Any) -> dict[str, Any]:
     """The arguments of an operator with a schema in order, with their default values."""
     return {a.name: a.default_value for a in operator._schema.arguments}
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    defaults = argument_defaults(node.target)
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get("dropout_p") != 0.0
 
 
 def has_effect(node: fx.Node) -> bool:

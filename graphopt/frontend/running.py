@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphopt import compat
 from graphopt.calls import BatchDim, flatten_call
 from graphopt.capture import TRACING, caching_configs
-from graphopt.compat import pytree
+from graphopt.compat import draws, pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere
 from graphopt.errors import GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
@@ -32,7 +32,6 @@ from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
-from graphopt.runtime.draws import draws
 from graphopt.runtime.turn import Turn
 from graphopt.transforms.symbolic_zeros import NO_LOSS
 

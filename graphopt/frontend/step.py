@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import pytree
+from graphopt.compat import draws, pytree
 from graphopt.frontend.compiled_region import CompiledRegion
 from graphopt.graph import TrainingGraph
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
-from graphopt.runtime.draws import draws
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count.
-There is much to be learned then, and matrices of few rows count, too:
+There is much to be learned then: vectors learn too little, and matrices of few rows count, too:
 
     value = (output layer: 10, else 1)
-            x (vector: 1.2; matrix: 1, or 0 of few rows, or (elements / the matrices' median)^0.5 where every row is read)
+            x (vector: 1.2, or 0.35 where a matrix's |g|_2 is 6 x the median; matrix: 1, or 0 of few rows, or
+               (elements / the matrices' median)^0.5 where every row is read)
             + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
 where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
@@ -48,6 +49,7 @@ class Weighting:
 
     Attributes:
         vector: value of a bias or of a norm's weight; the matrix of median size has 1.
+        vector_of_steep: the same where a matrix is steep.
         size: power of a matrix's size, relative to the median's, in its value where the loss reads every row.
         output: how many times its value the output layer has.
         steep: how many times the median matrix's a gradient is that adds a matrix's value.
@@ -55,6 +57,7 @@ class Weighting:
     """
 
     vector: float = 1.2
+    vector_of_steep: float = 0.35
     size: float = 0.5
     output: float = 10.0
     steep: float = 6.0
@@ -84,20 +87,21 @@ def capacity(
     every = _reads_every_row(graph)
     power = by.size if sizes and every else 0.0
     usual = statistics.median(sizes.values() or [1])
-    kinds = {name: by.vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
+    idle = set() if every else _with_few_rows(graph, costs, inner)
+    ordinary = [n for name, n in (norms or {}).items() if n > 0 and name in inner]
+    unit = by.steep * statistics.median(ordinary or [math.inf])
+    below = inner[max((inner.index(name) for name in idle), default=0) :]
+    steep = any((norms or {}).get(name, 0.0) > unit for name in below)  # the inputs differ from those of pre-training
+    vector = by.vector_of_steep if steep else by.vector
+    kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
-    source = f"matrices count {size}, vectors {by.vector:g}, the output layer x {by.output:g}"
-    ordinary = [n for name, n in (norms or {}).items() if n > 0 and name in inner]
-    idle = set() if every else _with_few_rows(graph, costs, inner)
+    source = f"matrices count {size}, vectors {vector:g}, the output layer x {by.output:g}"
     if norms and ordinary:
-        unit, most = by.steep * statistics.median(ordinary), by.most ** (1 / 6)
-        below = inner[max((inner.index(name) for name in idle), default=0) :]
-        if any(norms.get(name, 0.0) > unit for name in below):  # the inputs differ from those of pre-training
-            idle = set()
+        most = by.most ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
-    if idle:
+    if idle and not steep:
         values |= dict.fromkeys(idle, 0.0)
         source += ", matrices of few rows 0"
     largest = max(values.values(), default=1.0) or 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ def gradient_norms(
 ) -> dict[str, float]:
     """The L2 norm of the gradient of each of the parameters `names`, for one batch: that of all `ranks` together.
 
-    Forward and backward run on a copy with the same weights, and the backward stops at the deepest of `names`: parameters,
-    `.grad`, buffers, attributes and random streams stay as they are, and no hook on a parameter is called.
+    Forward and backward run on a copy with the same weights: parameters, `.grad`, buffers, attributes and random streams stay as
+    they are, and no hook on a parameter is called. Without other ranks a gradient is dropped as soon as its norm is known.
 
     Args:
         args, kwargs: the batch, as the model is called with it, labels included.
@@ -51,11 +51,11 @@ def gradient_norms(
     def measure() -> dict[str, Tensor | None]:
         if is_divided(model):
             return _of_divided(model, args, kwargs, names, loss)
-        return _gradients(model, args, kwargs, names, loss, shared)
+        return _gradients(model, args, kwargs, names, loss, shared, (lambda g: g) if ranks.several else _norm)
 
     found = ranks.together(measure, MEASURING)
     means = mean_of_ranks(found, model, ranks, MEASURING)
-    norms = dict(zip(found, map(_norm, means), strict=True))
+    norms = {name: 0.0 if mean is None else float(_norm(mean)) for name, mean in zip(found, means, strict=True)}
     bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
     if bad is not None:
         raise ImportanceError(f"the gradient of {bad} is NaN or infinite.")
@@ -69,8 +69,9 @@ def _gradients(
     names: Collection[str],
     loss: LossFunction | None,
     shared: bool,
+    kept: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor | None]:
-    """By name; None for parameters that the loss does not depend on."""
+    """What is `kept` of each gradient, by name; None for parameters that the loss does not depend on."""
     try:
         own = twin(model, shared)
     except Exception as error:
@@ -78,11 +79,22 @@ def _gradients(
     args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
     wanted = set(names)
     parameters = {n: p for n, p in own.named_parameters() if n in wanted}
+    found: dict[str, Tensor | None] = dict.fromkeys(parameters)
+
+    def keep(name: str) -> Callable[[Tensor], None]:
+        def of(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            found[name], parameter.grad = kept(parameter.grad), None
+
+        return of
+
+    for name, parameter in parameters.items():
+        parameter.register_post_accumulate_grad_hook(keep(name))
     tensors = [*model.parameters(), *flatten_call(args, kwargs).tensors]
     with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
         value = _loss(own(*args, **kwargs), loss)
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    return dict(zip(parameters, gradients, strict=True))
+        value.backward(inputs=list(parameters.values()))
+    return found
 
 
 def _of_divided(
@@ -102,8 +114,7 @@ def _loss(output: Any, loss: LossFunction | None) -> Tensor:
     return value
 
 
-def _norm(gradient: Tensor | None) -> float:
-    if gradient is None:
-        return 0.0
+def _norm(gradient: Tensor) -> Tensor:
+    """Of a norm, itself."""
     dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
-    return float(whole(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32))))
+    return whole(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))

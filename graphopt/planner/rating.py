@@ -43,7 +43,8 @@ def rate_tensors(
     """What training each parameter is worth, by the rule of the pass that selects; by place and size without one.
 
     Args:
-        reachable: those that the budget can reach. Where rating takes gradients, only these are rated.
+        reachable: those that the budget can reach. The rule "greentrainer" rates only these; the default one measures all, as
+            what the first layers' gradients say of the inputs counts for all others.
         graph: of a training step on that batch, as captured.
         profile: of the graph as it is where tensors are selected, see `FlopsLimit.profile`.
         args, kwargs, optimizer, loss: see `measure_importance`. Tensors that an optimizer does not hold are worth 0.
@@ -65,7 +66,7 @@ def rate_tensors(
         try:
             if earlier is None:
                 with stage("importance"):
-                    norms = gradient_norms(model, args, kwargs, reachable, loss, _writes_to_no_weight(graph), ranks)
+                    norms = gradient_norms(model, args, kwargs, profile.order, loss, _writes_to_no_weight(graph), ranks)
         except NoLoss as error:
             untold = f"; gradients do not count: {first_line(error)}"
             logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)

@@ -6,7 +6,7 @@ import operator
 
 import torch
 
-from graphopt.compat import OpOverload
+from graphopt.compat import draws
 from graphopt.graph import TrainingGraph
 
 aten = torch.ops.aten
@@ -26,8 +26,7 @@ def save_randomness(graph: TrainingGraph) -> None:
     backward. A repeated random operator would need the random state of its first run.
     """
     for node in graph.graph.nodes:
-        random = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if random and "recompute" in node.meta:
+        if "recompute" in node.meta and draws(node):
             for unmarked in (node, *(user for user in node.users if user.target is operator.getitem)):
                 for key in ("recompute", "ac_graph_id"):
                     unmarked.meta.pop(key, None)

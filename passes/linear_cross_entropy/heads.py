@@ -13,8 +13,8 @@ from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, Axis, Read, arguments, first_value
+from graphopt.compat import draws
 from graphopt.graph import TrainingGraph, ancestors, descendants, parameters_read
-from graphopt.runtime.draws import draws
 from graphopt.transforms.edit import in_one_region
 
 aten = torch.ops.aten

@@ -118,7 +118,7 @@ def test_the_source_names_the_weighting() -> None:
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    found = capacity(analysis.graph, analysis.flops, Weighting(0.375, 0.25, 7.0))
+    found = capacity(analysis.graph, analysis.flops, Weighting(vector=0.375, size=0.25, output=7.0))
     assert set(found.values) == set(analysis.flops.order)
     first, second = (model.get_parameter(f"{layer}.weight").numel() for layer in ("first", "second"))
     value = (second / ((first + second) / 2)) ** 0.25
@@ -137,7 +137,7 @@ def with_norms(norms: dict[str, float], output: float = 10.0, steep: float = 2.0
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, Weighting(1.0, 0.0, output, steep), norms).values
+    return capacity(analysis.graph, analysis.flops, Weighting(1.0, 1.0, 0.0, output, steep), norms).values
 
 
 def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
@@ -154,6 +154,19 @@ def test_two_tensors_far_steeper_than_all_others_outweigh_many_matrices() -> Non
     values = with_norms({"first.weight": 1.0, "second.weight": 1.0, "first.bias": 10.6, "second.bias": 7.7}, steep=by.steep)
     steep = values["first.bias"] + values["second.bias"]
     assert steep > matrices * values["first.weight"]
+
+
+def test_vectors_count_less_where_the_loss_is_steep_in_a_matrix_but_the_outputs() -> None:
+    model, inputs = zoo.make("vit")
+    analysis, by = graphopt.analyze(model, inputs), Weighting()
+    assert isinstance(analysis.flops, FlopProfile)
+    dims = {p.name: len(p.shape) for p in analysis.graph.parameters if ".layers.0." in p.name}
+    matrix, other = [n for n in dims if dims[n] == 2][:2]
+    bias, another = [n for n in dims if dims[n] == 1][:2]
+    even = {p.name: 1.0 for p in analysis.graph.parameters}
+    for steep, vector in (({}, by.vector), ({"classifier.weight": 7.0, bias: 7.0}, by.vector), ({matrix: 7.0}, by.vector_of_steep)):
+        values = capacity(analysis.graph, analysis.flops, norms={**even, **steep}).values
+        assert values[another] / values[other] == pytest.approx(vector, rel=1e-3), steep
 
 
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
@@ -181,6 +194,24 @@ def test_matrices_that_learn_from_one_row_of_each_sample_count_nothing_unless_th
         assert worthless(limit, limit.profile, norms) == {f"{last}{part}.weight" for part in parts}
     assert not worthless(limit, limit.profile, {**even, "bert.encoder.layer.0.attention.self.value.weight": 7.0})
     assert not worthless(limit, limit.captured, even)
+
+
+def test_the_loss_is_seen_to_be_steep_in_the_first_layer_when_the_budget_does_not_reach_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = "bert.embeddings.word_embeddings.weight"
+    trained = {}
+    for steepness in (1.0, 7.0):
+
+        def norms(model: nn.Module, args: Any, kwargs: Any, names: Any, *_: Any, steepness: float = steepness) -> dict[str, float]:
+            return {name: steepness if name == first else 1.0 for name in names}
+
+        monkeypatch.setattr("graphopt.planner.rating.gradient_norms", norms)
+        trained[steepness] = graphopt.optimize(*zoo.make("bert"), 0.4, backend="aot_eager").selected
+    assert not any("embeddings" in name for names in trained.values() for name in names)
+    query = "bert.encoder.layer.1.attention.self.query.weight"
+    assert query in trained[7.0]
+    assert query not in trained[1.0]
 
 
 def test_selecting_anew_counts_rows_as_selecting_does() -> None:
