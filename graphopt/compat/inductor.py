@@ -27,12 +27,13 @@ def partition(
     from torch._inductor.virtualized import V
 
     with lazy_graph_modules():
-        if not inductor:
-            return default_partition(
-                joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
-            )
         values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
         fake_mode = fake_mode_of(values)
+        if not inductor:
+            with unsynced_tracing_context(fake_mode):  # see below
+                return default_partition(
+                    joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
+                )
         with V.set_fake_mode(fake_mode):
             joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
         with unsynced_tracing_context(fake_mode):  # where the partitioner looks for it, if it has random states to pass on

@@ -10,14 +10,16 @@ a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count.
-There is much to be learned then: vectors learn too little, and matrices of few rows count, too:
+There is much to be learned then, too: large matrices pay, vectors learn too little, matrices of few rows count, and of equals
+the one nearer to the input is taken:
 
     value = (output layer: 10, else 1)
-            x (vector: 1.2, or 0.35 where a matrix's |g|_2 is 6 x the median; matrix: 1, or 0 of few rows, or
-               (elements / the matrices' median)^0.5 where every row is read)
+            x (vector: 1.2; matrix: 1, or 0 of few rows)                               where the loss reads few rows,
+              (vector: 1.2; matrix: (elements / the matrices' median)^0.5)             where it reads every row,
+              (vector: 0.35; matrix: (elements / the matrices' median)^0.5)            where a matrix has |g|_2 > 6 x the median
             + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
-where the second term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
+where the last term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
 ordinary tensors nearly alike, so that the first term decides between them, and the second where that makes no difference. It is
 a rule of thumb, and not the best on every task.
 """
@@ -42,6 +44,9 @@ from graphopt.planner.simple_rules import is_vector
 FEW_ROWS = 0.25
 """Of the rows that other layers compute. A loss that reads fewer has one label or so for each sample."""
 
+DEEPER = 0.001
+"""By which part a tensor at the input is preferred to one at the output where the loss is steep: enough between equals."""
+
 
 @dataclass(frozen=True)
 class Weighting:
@@ -49,8 +54,8 @@ class Weighting:
 
     Attributes:
         vector: value of a bias or of a norm's weight; the matrix of median size has 1.
-        vector_of_steep: the same where a matrix is steep.
-        size: power of a matrix's size, relative to the median's, in its value where the loss reads every row.
+        vector_of_steep: the same where the loss is steep in a matrix.
+        size: power of a matrix's size, relative to the median's, in its value where the loss reads every row or is steep.
         output: how many times its value the output layer has.
         steep: how many times the median matrix's a gradient is that adds a matrix's value.
         most: how many times that value it adds at most: of untrained models a few gradients are thousands of times the median.
@@ -85,7 +90,6 @@ def capacity(
     multiplied = dict(zip(costs.names, costs.weight_grad_flops, strict=True))  # tables that are only looked up take none
     sizes = {name: math.prod(shapes[name]) for name in inner if multiplied[name]}
     every = _reads_every_row(graph)
-    power = by.size if sizes and every else 0.0
     usual = statistics.median(sizes.values() or [1])
     idle = set() if every else _with_few_rows(graph, costs, inner)
     ordinary = [n for name, n in (norms or {}).items() if n > 0 and name in inner]
@@ -93,7 +97,10 @@ def capacity(
     below = inner[max((inner.index(name) for name in idle), default=0) :]
     steep = any((norms or {}).get(name, 0.0) > unit for name in below)  # the inputs differ from those of pre-training
     vector = by.vector_of_steep if steep else by.vector
+    power = by.size if sizes and (every or steep) else 0.0
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
+    if steep:
+        kinds = {name: value * (1 + DEEPER * k / len(kinds)) for k, (name, value) in enumerate(kinds.items())}
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
     source = f"matrices count {size}, vectors {vector:g}, the output layer x {by.output:g}"
