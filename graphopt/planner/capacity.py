@@ -9,26 +9,26 @@ nothing and does harm: they count 0. Where the loss reads every row, as a langua
 a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
-("surgical fine-tuning", arXiv 2210.11466). Their gradients are then many times as large as those of other layers, and count.
-There is much to be learned then, too: large matrices pay, vectors learn too little, matrices of few rows count, and of equals
-the one nearer to the input is taken:
+("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of those nearer to the input, many times as steep as
+the median: the loss is "steep at the input". There is much to be learned: large matrices pay, vectors learn too little, matrices
+of few rows count, and of equals the one nearer to the input is taken:
 
     value = (output layer: 10, else 1)
-            x (vector: 1.2; matrix: 1, or 0 of few rows)                               where the loss reads few rows,
-              (vector: 1.2; matrix: (elements / the matrices' median)^0.5)             where it reads every row,
-              (vector: 0.35; matrix: (elements / the matrices' median)^0.5)            where a matrix has |g|_2 > 6 x the median
+            x (vector: 1.2; matrix: 1, or 0 of few rows)                     where the loss reads few rows,
+              (vector: 1.2; matrix: (elements / the matrices' median)^0.5)   where it reads every row,
+              (vector: 0.35; matrix: (elements / the matrices' median)^0.5)  where it is steep at the input
             + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
-where the last term counts 20 at most: a few tensors that are far steeper outweigh all matrices above them. The power leaves
-ordinary tensors nearly alike, so that the first term decides between them, and the second where that makes no difference. It is
-a rule of thumb, and not the best on every task.
+where the last term counts 20 at most, and 1 where the loss is not steep at the input. So a few tensors that are far steeper
+outweigh all matrices above them; ordinary tensors stay nearly alike, so that the first term decides between them, and the last
+where that makes no difference. It is a rule of thumb, and not the best on every task.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -45,7 +45,7 @@ FEW_ROWS = 0.25
 """Of the rows that other layers compute. A loss that reads fewer has one label or so for each sample."""
 
 DEEPER = 0.001
-"""By which part a tensor at the input is preferred to one at the output where the loss is steep: enough between equals."""
+"""By which part a tensor at the input counts more than one at the output where the loss is steep there: enough between equals."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,12 @@ class Weighting:
 
     Attributes:
         vector: value of a bias or of a norm's weight; the matrix of median size has 1.
-        vector_of_steep: the same where the loss is steep in a matrix.
+        vector_of_steep: the same where the loss is steep at the input.
         size: power of a matrix's size, relative to the median's, in its value where the loss reads every row or is steep.
         output: how many times its value the output layer has.
         steep: how many times the median matrix's a gradient is that adds a matrix's value.
-        most: how many times that value it adds at most: of untrained models a few gradients are thousands of times the median.
+        most: how many times that value it adds at most where the loss is steep at the input: of untrained models a few gradients
+            are thousands of times the median.
     """
 
     vector: float = 1.2
@@ -92,10 +93,9 @@ def capacity(
     every = _reads_every_row(graph)
     usual = statistics.median(sizes.values() or [1])
     idle = set() if every else _with_few_rows(graph, costs, inner)
-    ordinary = [n for name, n in (norms or {}).items() if n > 0 and name in inner]
-    unit = by.steep * statistics.median(ordinary or [math.inf])
-    below = inner[max((inner.index(name) for name in idle), default=0) :]
-    steep = any((norms or {}).get(name, 0.0) > unit for name in below)  # the inputs differ from those of pre-training
+    found = [(norms or {}).get(name, 0.0) for name in inner]
+    unit = by.steep * statistics.median([norm for norm in found if norm > 0] or [math.inf])
+    steep = _steep(found, unit)
     vector = by.vector_of_steep if steep else by.vector
     power = by.size if sizes and (every or steep) else 0.0
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
@@ -104,8 +104,8 @@ def capacity(
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
     source = f"matrices count {size}, vectors {vector:g}, the output layer x {by.output:g}"
-    if norms and ordinary:
-        most = by.most ** (1 / 6)
+    if norms and unit < math.inf:
+        most = (by.most if steep else 1.0) ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
     if idle and not steep:
@@ -113,6 +113,15 @@ def capacity(
         source += ", matrices of few rows 0"
     largest = max(values.values(), default=1.0) or 1.0
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))
+
+
+def _steep(norms: Sequence[float], unit: float) -> bool:
+    """Whether the steepest matrix is one of those nearer to the input, and has a gradient above `unit`.
+
+    Args:
+        norms: of the matrices' gradients, from the output to the input.
+    """
+    return max(norms[len(norms) // 2 :], default=0.0) >= max(unit, *norms, 0.0)
 
 
 def _with_few_rows(graph: TrainingGraph, costs: BackwardCosts, matrices: Collection[str]) -> set[str]:
