@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses import FakeTensorMode
 
 from graphopt.compat.counted_draws import count_repeated_draws
-from graphopt.compat.fakes import fake_mode_of, retrace
+from graphopt.compat.fakes import fake_mode_of, output_list, retrace
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.joint import open_recurrent_layers
 from graphopt.errors import CaptureError
@@ -131,17 +131,13 @@ class _Traced(Exception):
 
 def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:
     """The joint graph of a graph of Dynamo's, and how many of its outputs are the forward's; `module` stays as it is."""
-    from torch._dynamo.backends.common import aot_autograd
-
     found: list[tuple[fx.GraphModule, int]] = []
 
     def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         found.append((joint, num_fwd_outputs))
         raise _Traced
 
-    with contextlib.suppress(_Traced), _tracing(module):
-        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
-        backend(module, list(examples))
+    _trace(module, examples, partition_fn=split, keep_inference_input_mutations=True)
     if not found:
         raise CaptureError("it has no backward")
     return found[0]
@@ -149,34 +145,35 @@ def joint_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.Gra
 
 def forward_graph(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:
     """As `joint_graph`, of a graph of Dynamo's that has no backward."""
-    from torch._dynamo.backends.common import aot_autograd
-
     found: list[fx.GraphModule] = []
 
     def compile_forward(forward: fx.GraphModule, inputs: Any) -> Any:
         found.append(forward)
         raise _Traced
 
-    with contextlib.suppress(_Traced), _tracing(module), torch.no_grad():
-        aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, inference_compiler=compile_forward)(module, list(examples))
+    with torch.no_grad():
+        _trace(module, examples, inference_compiler=compile_forward)
     if not found:
         raise CaptureError("AOTAutograd traces nothing of it")
-    results = found[0].graph.output_node().args[0]
-    assert isinstance(results, (tuple, list))
-    return found[0], len(results)
+    return found[0], len(output_list(found[0]))
 
 
 def split_again(module: fx.GraphModule, examples: Sequence[Any], hooks: Hooks) -> None:
     """Trace a graph of Dynamo's and split it as for Inductor, so that `hooks` see what came from torch's cache."""
-    from torch._dynamo.backends.common import aot_autograd
 
     def split(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
         _Partitioner(hooks)(joint, inputs, **options)
         raise _Traced
 
+    _trace(module, examples, partition_fn=split, keep_inference_input_mutations=True)
+
+
+def _trace(module: fx.GraphModule, examples: Sequence[Any], **options: Any) -> None:
+    """Trace a graph of Dynamo's up to the function among `options` that raises `_Traced`."""
+    from torch._dynamo.backends.common import aot_autograd
+
     with contextlib.suppress(_Traced), _tracing(module):
-        backend = aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, partition_fn=split, keep_inference_input_mutations=True)
-        backend(module, list(examples))
+        aot_autograd(fw_compiler=_boxed, bw_compiler=_boxed, **options)(module, list(examples))
 
 
 def _without_inductor(
