@@ -9,9 +9,9 @@ nothing and does harm: they count 0. Where the loss reads every row, as a langua
 a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
-("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of those nearer to the input, many times as steep as
-the median: the loss is "steep at the input". There is much to be learned: large matrices pay, vectors learn too little, matrices
-of few rows count, and of equals the one nearer to the input is taken:
+("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of the half nearer to the input, with a gradient of
+6 times the median's or more: the loss is "steep at the input". There is much to be learned: large matrices pay, vectors learn too
+little, matrices of few rows count, and of equals the one nearer to the input is taken:
 
     value = (output layer: 10, else 1)
             x (vector: 1.2; matrix: 1, or 0 of few rows)                     where the loss reads few rows,
@@ -58,8 +58,8 @@ class Weighting:
         size: power of a matrix's size, relative to the median's, in its value where the loss reads every row or is steep.
         output: how many times its value the output layer has.
         steep: how many times the median matrix's a gradient is that adds a matrix's value.
-        most: how many times that value it adds at most where the loss is steep at the input: of untrained models a few gradients
-            are thousands of times the median.
+        most: how many times that value it adds at most where the loss is steep at the input, elsewhere once: of untrained models
+            a few gradients are thousands of times the median.
     """
 
     vector: float = 1.2

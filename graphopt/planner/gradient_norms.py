@@ -33,7 +33,7 @@ def gradient_norms(
     """The L2 norm of the gradient of each of the parameters `names`, for one batch: that of all `ranks` together.
 
     Forward and backward run on a copy with the same weights: parameters, `.grad`, buffers, attributes and random streams stay as
-    they are, and no hook on a parameter is called. Without other ranks a gradient is dropped as soon as its norm is known.
+    they are, and no hook on a parameter is called. A gradient is dropped as soon as its norm is known, unless ranks average it.
 
     Args:
         args, kwargs: the batch, as the model is called with it, labels included.
@@ -43,7 +43,8 @@ def gradient_norms(
     Returns:
         By name; 0 for parameters that the loss does not depend on.
     Raises:
-        ImportanceError: the model cannot be copied, has no loss, or a gradient is not finite.
+        ImportanceError: the model cannot be copied, or a gradient is not finite or accumulated in parts.
+        NoLoss: the model has no loss.
     """
     ranks = ranks or Ranks.alone()
     names = ranks.same(list(names), MEASURING)
@@ -71,7 +72,7 @@ def _gradients(
     shared: bool,
     kept: Callable[[Tensor], Tensor],
 ) -> dict[str, Tensor | None]:
-    """What is `kept` of each gradient, by name; None for parameters that the loss does not depend on."""
+    """What `kept` returns for each gradient, which is dropped then; None for parameters that the loss does not depend on."""
     try:
         own = twin(model, shared)
     except Exception as error:
@@ -84,6 +85,8 @@ def _gradients(
     def keep(name: str) -> Callable[[Tensor], None]:
         def of(parameter: Tensor) -> None:
             assert parameter.grad is not None
+            if found[name] is not None:  # a backward inside the backward
+                raise ImportanceError(f"the gradient of {name} is accumulated in parts.")
             found[name], parameter.grad = kept(parameter.grad), None
 
         return of
@@ -115,6 +118,6 @@ def _loss(output: Any, loss: LossFunction | None) -> Tensor:
 
 
 def _norm(gradient: Tensor) -> Tensor:
-    """Of a norm, itself."""
+    """The L2 norm, as a tensor of no dimensions; of such a norm, itself."""
     dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
     return whole(torch.linalg.vector_norm(dense, dtype=torch.promote_types(dense.dtype, torch.float32)))

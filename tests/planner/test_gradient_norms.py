@@ -75,6 +75,37 @@ def test_a_batch_whose_gradient_is_not_finite_is_refused() -> None:
         gradient_norms(Careless(), (torch.full((6, 4), math.nan),), {}, ["layer.weight"])
 
 
+class BackwardInBackward(torch.autograd.Function):
+    """As checkpointing by hand does it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return torch.as_tensor(layer(x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(gradient)
+        return x.grad, None
+
+
+def test_a_gradient_that_comes_in_parts_is_refused() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = BackwardInBackward.apply(self.layer(x), self.layer)  # type: ignore[no-untyped-call]
+            return torch.as_tensor(inner.square().mean())
+
+    with pytest.raises(ImportanceError, match="the gradient of layer.* is accumulated in parts"):
+        gradient_norms(Twice(), (torch.randn(6, 4),), {}, ["layer.weight", "layer.bias"])
+
+
 def test_a_model_without_a_loss_needs_one() -> None:
     model, x = nn.Linear(3, 2), torch.ones(4, 3)
     with pytest.raises(ImportanceError, match="pass loss="):
