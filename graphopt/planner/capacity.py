@@ -93,7 +93,8 @@ def capacity(
     every = _reads_every_row(graph)
     usual = statistics.median(sizes.values() or [1])
     idle = set() if every else _with_few_rows(graph, costs, inner)
-    found = [(norms or {}).get(name, 0.0) for name in inner]
+    norms = norms or {}
+    found = [norms.get(name, 0.0) for name in inner]
     unit = by.steep * statistics.median([norm for norm in found if norm > 0] or [math.inf])
     steep = _steep(found, unit)
     vector = by.vector_of_steep if steep else by.vector
@@ -104,7 +105,7 @@ def capacity(
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
     source = f"matrices count {size}, vectors {vector:g}, the output layer x {by.output:g}"
-    if norms and unit < math.inf:
+    if unit < math.inf:
         most = (by.most if steep else 1.0) ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
@@ -112,7 +113,7 @@ def capacity(
         values |= dict.fromkeys(idle, 0.0)
         source += ", matrices of few rows 0"
     largest = max(values.values(), default=1.0) or 1.0
-    return Importance({name: value / largest for name, value in values.items()}, source, dict(norms or {}))
+    return Importance({name: value / largest for name, value in values.items()}, source, dict(norms))
 
 
 def _steep(norms: Sequence[float], unit: float) -> bool:
