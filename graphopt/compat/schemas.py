@@ -28,6 +28,11 @@ def argument_defaults(operator: Any) -> dict[str, Any]:
     return {a.name: a.default_value for a in operator._schema.arguments}
 
 
+def arguments_by_name(node: fx.Node) -> dict[str, Any]:
+    """What a node gives to its operator."""
+    return dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)  # type: ignore
+
+
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):

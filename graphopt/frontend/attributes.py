@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-Container = dict[Any, Any] | list[Any] | set[Any]
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
-_PLAIN = (dict, list, set, OrderedDict, defaultdict)
+_PLAIN = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
 """Types of attributes that forward may change in place."""
 
 
@@ -37,7 +37,25 @@ def put_back(attributes: Sequence[tuple[Container, Container]]) -> None:
     """Have containers hold again what they held."""
     for held, values in attributes:
         held.clear()
-        if isinstance(held, list):
+        if isinstance(held, (list, deque)):
             held.extend(values)
         else:
             held.update(values)
+
+
+def have_changed(attributes: Sequence[tuple[Container, Container]]) -> bool:
+    """Whether a container holds something else than it held."""
+    return any(not _alike(held, values) for held, values in attributes)
+
+
+def _alike(held: Container, values: Container) -> bool:
+    """Whether they hold the same objects, or equal numbers and texts, in the same places."""
+    if isinstance(held, set):
+        return held == values
+    if isinstance(held, dict) and isinstance(values, dict):
+        return list(held) == list(values) and _alike(list(held.values()), list(values.values()))
+    return len(held) == len(values) and all(a is b or _equal(a, b) for a, b in zip(held, values, strict=True))
+
+
+def _equal(a: object, b: object) -> bool:
+    return type(a) is type(b) and isinstance(a, (int, float, str)) and a == b

@@ -22,9 +22,17 @@ from graphopt.compat.dynamo import differentiates, example_of, is_restart
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import lost
 from graphopt.errors import CaptureError, first_line
-from graphopt.frontend.compiled_region import CompiledRegion, Host
+from graphopt.frontend.compiled_region import CompiledRegion, Host, Ran
 from graphopt.frontend.history import needs_gradient
-from graphopt.frontend.outputs import answer, are_only_returned, detach, give_backward, node_of, without_backward
+from graphopt.frontend.outputs import (
+    answer,
+    are_only_returned,
+    detach,
+    give_backward,
+    node_of,
+    reads_what_it_changes,
+    without_backward,
+)
 from graphopt.frontend.region import Region, region_of
 from graphopt.frontend.rewriting import hooks_for
 from graphopt.graph import ancestors
@@ -75,7 +83,9 @@ class PlanBackend:
         trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned())]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         parameters = {p.name for p in region.parameters}
-        read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] in (None, *parameters)]
+        written = {d.target.target for d in found.graph.outputs if d.kind == "mutation"} if found.graph else set(region.names)
+        unread = written - parameters - {None}
+        read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] not in unread]
         communicates = found.graph is not None and any(collective_of(node.target) for node in found.graph.graph.nodes)
         return _Made(found, run, _sources(found, trained) if cuts else (), read, communicates)
 
@@ -125,22 +135,26 @@ class PlanBackend:
         hooks = hooks_for(self.plan, found, self.host, values)
         try:
             run = compile_joint(module, examples, self.backend, hooks)
-            if found.graph is not None:
+            if found.graph is None:
+                try:  # all of it came from torch's cache on disk: for reports it is traced once more
+                    joint, num_forward = joint_graph(graph_module(copy, copied(copy.graph)), examples)
+                except CaptureError:  # no output depends on what requires a gradient
+                    found.unasked = ()
+                    give_backward(copy)
+                    return compile_plainly(copy, examples, self.backend)
+                (hooks.rewrite or hooks.see)(joint, num_forward)
+                found.again = functools.partial(split_again, copy, list(examples), hooks)
+            if not found.unasked or found.graph is None or not reads_what_it_changes(found.graph):
                 return run
-            try:  # all of it came from torch's cache on disk: for reports it is traced once more
-                joint, num_forward = joint_graph(graph_module(copy, copied(copy.graph)), examples)
-            except CaptureError:  # no output depends on what requires a gradient
-                found.unasked = ()
-                give_backward(copy)
-                return compile_plainly(copy, examples, self.backend)
-            (hooks.rewrite or hooks.see)(joint, num_forward)
-            found.again = functools.partial(split_again, copy, list(examples), hooks)
-            return run
         except Exception as error:
             if is_restart(error):
                 raise
             why = first_line(error)
             host.note(f"a part of the model could not be compiled under the plan ({why}); it runs as torch.compile has it")
+        else:
+            give_backward(copy)
+            found.again = None
+            return self._compile(copy, examples, found, host, values)
         host.drop_unselected()
         found.graph, found.halves, found.reports, found.gated, found.reduced = None, None, (), False, True
         found.unasked = ()
@@ -168,7 +182,7 @@ class _Made:
     Attributes:
         run: what computes it.
         sources: by output that reads no parameter that is trained, the inputs that it reads.
-        read: positions of its inputs that are tensors and no buffers.
+        read: positions of its inputs that are tensors, without buffers that it changes.
         communicates: its backward does, and errors of other ranks are still to become our own there.
     """
 
@@ -273,7 +287,7 @@ class _Regions:
         outputs = _cut(made, outputs, args)
         if node is not None:
             node.set_materialize_grads(False)
-            host.returned(made.region, node, outputs, tensors, versions)
+            host.returned(node, outputs, Ran(made.region, made.region.sizes, tensors, versions))
         return outputs
 
     @staticmethod

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import SymInt, Tensor, fx
 
 from graphopt.compat import expression
@@ -82,6 +83,32 @@ class CompiledRegion:
         return replace(self.graph, sizes={**self.graph.sizes, **dict(zip(symbols, self.sizes, strict=False))})
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a step ran and read.
+
+    Attributes:
+        region: that it consists of, and the numbers that it took.
+        tensors: that it took, without buffers that it changes, and their versions before it ran.
+    """
+
+    region: CompiledRegion
+    numbers: tuple[int, ...]
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+
+    def has_changed(self, but: Collection[int]) -> bool:
+        """Whether a tensor was modified since, but for those of these ids."""
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return any(t._version != version and id(t) not in but for t, version in pairs)
+
+    def is_like(self, other: Ran) -> bool:
+        """Whether the other one is the same region, with the same numbers and values."""
+        if self.region is not other.region or self.numbers != other.numbers:
+            return False
+        return all(a is b or _equal(a.detach(), b.detach()) for a, b in zip(self.tensors, other.tensors, strict=True))
+
+
 class Host(Protocol):
     """Whom a backend works for.
 
@@ -129,14 +156,11 @@ class Host(Protocol):
         """Called with a region that runs."""
         ...
 
-    def returned(
-        self, region: CompiledRegion, node: Any, outputs: Sequence[Any], tensors: Sequence[Tensor], versions: Sequence[int]
-    ) -> None:
+    def returned(self, node: Any, outputs: Sequence[Any], ran: Ran) -> None:
         """Called with the outputs of a region of which some have no backward.
 
         Args:
             node: of autograd, which wants an `ask`; see `graphopt.frontend.outputs.answer`.
-            tensors: that the region took, without buffers; and their versions before it ran.
         """
         ...
 
@@ -147,3 +171,8 @@ class Host(Protocol):
     def note(self, text: str) -> None:
         """Warn, once, of what runs in another way than planned."""
         ...
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return same and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=a.is_floating_point() or a.is_complex())

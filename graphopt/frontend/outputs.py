@@ -4,7 +4,7 @@ A model returns its loss and its logits; training differentiates the loss alone.
 gradient of the logits, and give zeros to parameters that only the logits depend on, where eager mode leaves None. So what is
 compiled has a backward for the first output alone, if that is a scalar. The others are outputs of the same autograd node, whose
 gradients are absent. Where one of them comes after all, the step runs again for it, once; later steps are compiled for what was
-asked for.
+asked for. A step that reads what it changes would not compute the same again: all its outputs have a backward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
 from graphopt.compat import keeps_graph, on_compiled_autograd, pytree, wrap_backward
+from graphopt.compat.schemas import arguments_by_name, has_schema
 from graphopt.errors import RerunError
+from graphopt.graph import TrainingGraph
 
 _AGAIN = (
     "an output of a step was differentiated after the backward through its loss, which has freed what is needed for that: "
@@ -86,6 +88,31 @@ def give_backward(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+_STATISTICS = ("running_mean", "running_var")
+"""Arguments of a batch norm, which in training does not read but update them."""
+
+_IN_TRAINING = ("training", "train", "update")
+
+
+def reads_what_it_changes(graph: TrainingGraph) -> bool:
+    """Whether an output or a gradient depends on an input that the step changes, so that it gives others when it runs again."""
+    changed = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
+    dependent = {node for desc, node in zip(graph.inputs, graph.placeholders, strict=True) if desc in changed}
+    for node in graph.graph.nodes if dependent else ():
+        if node.op == "call_function" and not dependent.isdisjoint(_read(node)):
+            dependent.add(node)
+    return any(r in dependent for desc, r in zip(graph.outputs, graph.results, strict=True) if desc.kind != "mutation")
+
+
+def _read(node: fx.Node) -> Sequence[fx.Node]:
+    """What the results of an operator depend on, but for what it returns to be written back."""
+    given = arguments_by_name(node) if has_schema(node.target) else {}
+    if not given.keys() & set(_STATISTICS) or not next((given[name] for name in _IN_TRAINING if name in given), True):
+        return node.all_input_nodes
+    statistics = [given.get(name) for name in _STATISTICS]
+    return [read for read in node.all_input_nodes if read not in statistics]
+
+
 def detach(module: fx.GraphModule, placeholder: fx.Node) -> None:
     """Have a graph of Dynamo's read an input without differentiating it."""
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
@@ -144,11 +171,12 @@ def answer(node: Any, outputs: Sequence[Any], unasked: Sequence[int], tangents: 
         for i in absent:
             gradients[i] = None
         found: list[Tensor | None] = [None] * len(node.needs_input_grad)
-        if any(gradients[i] is not None for i in expected):
+        loss_too = any(gradients[i] is not None for i in expected)
+        if loss_too:
             found = list(run(node, own, gradients))
         elif not keeps_graph():
             node.ask = None
-        more = ask(node, wanted)  # last: it changes what is computed later, and for `own` a checkpoint may repeat this step
+        more = ask(node, wanted, loss_too)  # last: it changes what is computed later; for `own` a checkpoint may repeat the step
         for i, other in zip([i for i, is_needed in enumerate(node.needs_input_grad) if is_needed], more, strict=True):
             mine = found[i]
             if other is not None:

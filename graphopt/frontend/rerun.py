@@ -16,7 +16,7 @@ from graphopt.compat import pytree
 from graphopt.errors import RerunError
 from graphopt.frontend.attributes import attributes_of, put_back
 from graphopt.frontend.backend import PlanBackend
-from graphopt.frontend.compiled_region import Places
+from graphopt.frontend.compiled_region import Places, Ran
 from graphopt.testing.compare import tolerance_of
 
 if TYPE_CHECKING:
@@ -84,69 +84,71 @@ class Before:
 class Rerun:
     """The `ask` of one step's autograd node; it must not hold what holds the node."""
 
-    __slots__ = ("arguments", "autocast", "before", "called", "loss", "outputs", "plan", "running", "tensors", "versions")
+    __slots__ = ("arguments", "autocast", "before", "called", "differentiated", "loss", "outputs", "plan", "ran", "running")
 
     def __init__(
         self,
         running: Running,
         plan: Plan,
+        differentiated: frozenset[int] | None,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         before: Before | None,
         devices: Sequence[str],
         outputs: Sequence[Any],
         places: Places,
-        tensors: Sequence[Tensor],
-        versions: Sequence[int],
+        ran: Ran,
     ) -> None:
         """Remember a step that has just run.
 
         Args:
+            differentiated: positions of the leaves that it was prepared for.
             arguments: positional and by name.
             before: what it began with; None where that was not remembered.
             devices: kinds of devices for which automatic mixed precision may be on.
             outputs: of the region that it consists of, and their `places`.
-            tensors: that it read, and their `versions` before.
         """
         own = vars(running.model)
         self.running, self.plan, self.arguments, self.before = running, plan, arguments, before
-        self.tensors, self.versions = tensors, versions
+        self.differentiated, self.ran = differentiated, ran
         self.called = [own.get(name, _ABSENT) for name in _OF_A_CALL]
         self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in devices]
         loss = None if places.loss is None else outputs[places.loss]
         self.loss = None if loss is None else (loss.detach(), loss._version)
         self.outputs = [(nr, k, weakref.ref(outputs[i]), outputs[i]._version) for i, nr, k in places.unasked]
 
-    def __call__(self, node: Any, gradients: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
+    def __call__(self, node: Any, gradients: Mapping[int, Tensor], loss_too: bool) -> Sequence[Tensor | None]:
         """Gradients of what the node needs gradients of, in order.
 
         Args:
             gradients: of outputs of the node, by their number among them.
+            loss_too: the loss is differentiated as well, by the node itself.
         Raises:
             RerunError: the step cannot run again; later ones are prepared for what is asked for.
         """
         if torch.is_grad_enabled():
             raise RerunError(_TWICE)
         leaves = {number: leaf for number, leaf, _, _ in self.outputs}
-        frozen = sum(t.requires_grad for t in self.tensors) < sum(node.needs_input_grad)
-        if frozen or self.versions != [t._version for t in self.tensors] or not gradients.keys() <= leaves.keys():
+        frozen = sum(t.requires_grad for t in self.ran.tensors) < sum(node.needs_input_grad)
+        before = self.before or Before(False)
+        kept = {id(buffer) for buffer, _ in before.buffers}
+        if frozen or self.ran.has_changed(kept) or not gradients.keys() <= leaves.keys():
             self.running.differentiate_all()
             raise RerunError(CHANGED)
         wanted, keep = [leaves[number] for number in gradients], compat.keeps_graph()
-        model, ((args, kwargs), cut) = self.running.model, _cut_off(self.arguments)
+        (args, kwargs), cut = _cut_off(self.arguments)
         backend = PlanBackend(self.plan, lambda: self.running, self.running.backend)  # type: ignore[arg-type,return-value]
         dropped = backend.needless([given for given, _ in cut.values()])
         needless = [edge for i, edge in enumerate(cut) if i in dropped]
-        with (self.before or Before(False)).restored(model), contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-            vars(model).pop("forward", None)  # a loop's own, which would compute a step in this one
-            vars(model).update((k, v) for k, v in zip(_OF_A_CALL, self.called, strict=True) if v is not _ABSENT)
-            found = pytree.tree_leaves(self.running.again(self.plan, frozenset(wanted), args, kwargs))
+        if not before.attributes:
+            self._check_inputs(before, args, kwargs)
+        with self._as_called(before):
+            asked = frozenset(wanted) | ({0} if loss_too else set())
+            found = pytree.tree_leaves(self.running.again(self.plan, asked, args, kwargs))
             self._check_same(found, wanted)
             edges = [edge for edge in node.next_functions if edge[0] is not None]
             into: list[Any] = [cut[edge][1] if edge in cut else GradientEdge(*edge) for edge in edges]
             others = [leaf for edge, (_, leaf) in cut.items() if edge not in edges and edge not in needless]
-            with _without_hooks(self.tensors):
+            with _without_hooks(self.ran.tensors):
                 more = torch.autograd.grad(
                     [found[i] for i in wanted], [*into, *others], list(gradients.values()), keep, allow_unused=True
                 )
@@ -154,6 +156,25 @@ class Rerun:
             self.running.differentiate_all()
             raise RerunError(CHANGED)
         return [None if edge in needless else gradient for edge, gradient in zip(edges, more, strict=False)]
+
+    @contextlib.contextmanager
+    def _as_called(self, before: Before) -> Iterator[None]:
+        """Inside, the model and torch are as they were for the step's call."""
+        model = self.running.model
+        with before.restored(model), contextlib.ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            vars(model).pop("forward", None)  # a loop's own, which would compute a step in this one
+            vars(model).update((k, v) for k, v in zip(_OF_A_CALL, self.called, strict=True) if v is not _ABSENT)
+            yield
+
+    def _check_inputs(self, before: Before, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise if the step would read something else now: attributes are not remembered for every step."""
+        with self._as_called(before):
+            now = self.running.read_again(self.plan, self.differentiated, args, kwargs)
+        if now is None or not self.ran.is_like(now):
+            self.running.differentiate_all()
+            raise RerunError(CHANGED)
 
     def _check_same(self, again: Sequence[Tensor], wanted: Sequence[int]) -> None:
         """Raise, or tell, if the step gave other outputs than before, as far as those are still there, and the loss."""

@@ -19,9 +19,10 @@ from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import draws, pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere
 from graphopt.errors import GraphoptError, LossNotFirst, PassError
+from graphopt.frontend.attributes import have_changed
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
-from graphopt.frontend.compiled_region import CompiledRegion, Places
+from graphopt.frontend.compiled_region import CompiledRegion, Places, Ran
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import tensor_names
@@ -95,7 +96,7 @@ class Running:
         self._breaks = graph_breaks()
         self._loss_alone = loss_alone
         self._watches = not (parts or loss_alone)
-        self._returned: tuple[CompiledRegion, Any, Sequence[Any], Sequence[Tensor], Sequence[int]] | None = None
+        self._returned: tuple[Any, Sequence[Any], Ran] | None = None
         self._positions: Sequence[int] = ()
         self._calls = 0
         self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
@@ -128,7 +129,8 @@ class Running:
             first, self._calls = self._calls < FIRST_CALLS, self._calls + 1
             before = Before(self._draws is not False, self.model if first else None) if self._draws or first else None
             self._watches = first or bool(self._positions)
-        output, positions = self._run(plan, self._differentiated, args, kwargs)
+        differentiated = self._differentiated
+        output, positions = self._run(plan, differentiated, args, kwargs)
         if positions is None:
             raise LossNotFirst(NO_LOSS)
         if plan is not self._last[0] or self._ran != self._last[1]:
@@ -145,11 +147,13 @@ class Running:
         if self._loss_alone:
             return not_kept(output, positions)
         if self._returned is not None:
-            region, node, outputs, tensors, versions = self._returned
+            node, outputs, ran = self._returned
             self._returned, self._positions = None, positions
-            if region.places is None:
-                region.places = Places.of(region, outputs, node, pytree.tree_leaves(output))
-            node.ask = Rerun(self, plan, (args, kwargs), before, self._devices, outputs, region.places, tensors, versions)
+            if ran.region.places is None:
+                ran.region.places = Places.of(ran.region, outputs, node, pytree.tree_leaves(output))
+            node.ask = Rerun(self, plan, differentiated, (args, kwargs), before, self._devices, outputs, ran.region.places, ran)
+            if before is not None and 1 < self._calls <= FIRST_CALLS and have_changed(before.attributes):
+                self.differentiate_all()
         return output
 
     # What a step that runs again asks for; see `Rerun`.
@@ -161,6 +165,15 @@ class Running:
             self._returned = None
             self._asked = self._differentiated = wanted if self._asked is None else self._asked | wanted
         return output
+
+    def read_again(
+        self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Ran | None:
+        """What the step would read if it ran as before; None where that is unknown."""
+        with self._turn:
+            self._run(plan, differentiated, args, kwargs)
+            returned, self._returned = self._returned, None
+        return None if returned is None else returned[2]
 
     def differentiate_all(self) -> None:
         """Have later steps be prepared for every output that may be differentiated."""
@@ -195,12 +208,8 @@ class Running:
         self.settled, self._ran, self._returned = False, [], None
         symbolic = symbolic_batch(args, kwargs, self.batch_dim) if plan.samples else contextlib.nullcontext()
         try:
-            with TRACING, self._settings, symbolic:
-                if not self._configs and not compat.is_observed():
-                    found = run(*args, **kwargs)
-                else:
-                    with self._prepared():
-                        found = run(*args, **kwargs)
+            with TRACING, self._settings, symbolic, self._prepared():
+                found = run(*args, **kwargs)
                 return found
         except Exception as error:
             cause = cause_of(error)
@@ -311,7 +320,8 @@ class Running:
 
     def check(self, plan: Plan) -> None:
         """Raise `PassError` if the user has frozen everything that is selected: nothing would be trained."""
-        if plan.train is not None and not any(p.requires_grad for n, p in self.model.named_parameters() if n in plan.train):
+        trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]  # none: for gradients of inputs alone
+        if plan.train is not None and trainable and plan.train.isdisjoint(trainable):
             raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
 
     def compiled(self, region: CompiledRegion) -> None:
@@ -329,11 +339,9 @@ class Running:
         """Whether a tensor is an argument of the call under way."""
         return any(tensor is given for given in flatten_call(*self._call).tensors)
 
-    def returned(
-        self, region: CompiledRegion, node: Any, outputs: Sequence[Any], tensors: Sequence[Tensor], versions: Sequence[int]
-    ) -> None:
+    def returned(self, node: Any, outputs: Sequence[Any], ran: Ran) -> None:
         """Remember until the call has returned."""
-        self._returned = (region, node, outputs, tensors, versions)
+        self._returned = (node, outputs, ran)
 
     def ran(self, region: CompiledRegion) -> None:
         """Note that a region runs in the step under way."""

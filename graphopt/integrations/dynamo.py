@@ -20,7 +20,7 @@ from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import GraphoptError, PassError
 from graphopt.frontend.backend import PlanBackend
-from graphopt.frontend.compiled_region import CompiledRegion
+from graphopt.frontend.compiled_region import CompiledRegion, Ran
 from graphopt.frontend.region import Region, region_of, training_graph
 from graphopt.frontend.values import Values
 from graphopt.lower import check_backend
@@ -156,9 +156,7 @@ class _Host:
         """Unknown."""
         return False
 
-    def returned(
-        self, region: CompiledRegion, node: Any, outputs: Sequence[Any], tensors: Sequence[Tensor], versions: Sequence[int]
-    ) -> None:
+    def returned(self, node: Any, outputs: Sequence[Any], ran: Ran) -> None:
         """Every output has a backward."""
 
     def check(self, plan: Plan) -> None:
