@@ -83,7 +83,7 @@ class CompiledRegion:
         return replace(self.graph, sizes={**self.graph.sizes, **dict(zip(symbols, self.sizes, strict=False))})
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Ran:
     """What a step ran and read.
 
