@@ -70,7 +70,7 @@ from graphopt.compat.recompute import (
     recompute_mark as recompute_mark,
 )
 from graphopt.compat.schemas import (
-    argument_defaults as argument_defaults,
+    arguments_of as arguments_of,
     draws as draws,
     has_effect as has_effect,
     has_schema as has_schema,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.nn.parallel import DistributedDataParallel
 
+from graphopt.compat.schemas import arguments_of
 from graphopt.errors import InputError
 
 ALL_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default if dist.is_available() else None
@@ -32,9 +33,7 @@ def collective_of(target: Any) -> str:
 
 def group_in(node: fx.Node) -> str:
     """The name of the process group of a collective."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    found = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return str(found.get("group_name", ""))
+    return str(arguments_of(node).get("group_name") or "")
 
 
 def is_distributed(tensor: Tensor) -> bool:

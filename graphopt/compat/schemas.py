@@ -23,22 +23,18 @@ def written_arguments(operator: Any) -> list[bool]:
     return [a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments]
 
 
-def argument_defaults(operator: Any) -> dict[str, Any]:
-    """The arguments of an operator with a schema in order, with their default values."""
-    return {a.name: a.default_value for a in operator._schema.arguments}
-
-
-def arguments_by_name(node: fx.Node) -> dict[str, Any]:
-    """What a node gives to its operator."""
-    return dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)  # type: ignore
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What a node gives to its operator, which has a schema, by the names of the arguments, in order; defaults included."""
+    operator: Any = node.target
+    defaults = {a.name: a.default_value for a in operator._schema.arguments}
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
 def draws(node: fx.Node) -> bool:
     """Whether a node draws random numbers from a global stream; attention without dropout does not, although torch says so."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    defaults = argument_defaults(node.target)
-    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get("dropout_p") != 0.0
+    return arguments_of(node).get("dropout_p") != 0.0
 
 
 def has_effect(node: fx.Node) -> bool:

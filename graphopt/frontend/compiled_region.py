@@ -88,7 +88,8 @@ class Ran:
     """What a step ran and read.
 
     Attributes:
-        region: that it consists of, and the numbers that it took.
+        region: that it consists of.
+        numbers: that it took.
         tensors: that it took, without buffers that it changes, and their versions before it ran.
     """
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.autograd.function import BackwardCFunction
 
 from graphopt.compat import keeps_graph, on_compiled_autograd, pytree, wrap_backward
-from graphopt.compat.schemas import arguments_by_name, has_schema
+from graphopt.compat.schemas import arguments_of, has_schema
 from graphopt.errors import RerunError
 from graphopt.graph import TrainingGraph
 
@@ -95,9 +95,13 @@ _IN_TRAINING = ("training", "train", "update")
 
 
 def reads_what_it_changes(graph: TrainingGraph) -> bool:
-    """Whether an output or a gradient depends on an input that the step changes, so that it gives others when it runs again."""
-    changed = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
-    dependent = {node for desc, node in zip(graph.inputs, graph.placeholders, strict=True) if desc in changed}
+    """Whether an output or a gradient depends on an input that the step changes, so that it gives others when it runs again.
+
+    It may read the input's value before the change or after it.
+    """
+    written = {desc.target: r for desc, r in zip(graph.outputs, graph.results, strict=True) if desc.kind == "mutation"}
+    inputs = zip(graph.inputs, graph.placeholders, strict=True)
+    dependent = {*written.values(), *(node for desc, node in inputs if desc in written)}
     for node in graph.graph.nodes if dependent else ():
         if node.op == "call_function" and not dependent.isdisjoint(_read(node)):
             dependent.add(node)
@@ -106,7 +110,7 @@ def reads_what_it_changes(graph: TrainingGraph) -> bool:
 
 def _read(node: fx.Node) -> Sequence[fx.Node]:
     """What the results of an operator depend on, but for what it returns to be written back."""
-    given = arguments_by_name(node) if has_schema(node.target) else {}
+    given = arguments_of(node) if has_schema(node.target) else {}
     if not given.keys() & set(_STATISTICS) or not next((given[name] for name in _IN_TRAINING if name in given), True):
         return node.all_input_nodes
     statistics = [given.get(name) for name in _STATISTICS]

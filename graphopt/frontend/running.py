@@ -319,8 +319,8 @@ class Running:
         return [found.get(id(value)) for value in values]
 
     def check(self, plan: Plan) -> None:
-        """Raise `PassError` if the user has frozen everything that is selected: nothing would be trained."""
-        trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]  # none: for gradients of inputs alone
+        """Raise `PassError` if the user has frozen what is selected, and not all: nothing would be trained."""
+        trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
         if plan.train is not None and trainable and plan.train.isdisjoint(trainable):
             raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
 
