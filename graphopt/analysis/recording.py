@@ -66,8 +66,7 @@ class Recording(compat.DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        compat.remember_values(result, func, args, kwargs or {})
+        result = compat.call_knowing_values(func, args, kwargs or {})
         new = []
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):

@@ -129,6 +129,14 @@ def bench_lsp(
     _measure(lambda console: lsp.run(_listed(cases), repeats, console, chart), lsp.show, out, as_json)
 
 
+@bench_app.command("gpu")
+def bench_gpu(repeats: Repeats = 15, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
+    """Steps of llama, lora, bert and vit on a GPU under every kind of plan, against torch.compile: time and peak memory."""
+    from graphopt.bench import gpu
+
+    _measure(lambda console: gpu.run(_listed(models), repeats, console), gpu.show, out, as_json)
+
+
 @bench_app.command("distributed")
 def bench_distributed(
     models: Models = "",

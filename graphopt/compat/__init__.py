@@ -36,6 +36,7 @@ from graphopt.compat.descriptions import (
 )
 from graphopt.compat.dynamo import is_compile_error as is_compile_error
 from graphopt.compat.fakes import (
+    call_knowing_values as call_knowing_values,
     expression as expression,
     fake_copy as fake_copy,
     fake_like as fake_like,
@@ -45,7 +46,6 @@ from graphopt.compat.fakes import (
     new_fake_mode as new_fake_mode,
     no_autocast as no_autocast,
     output_list as output_list,
-    remember_values as remember_values,
     retrace as retrace,
     run_on_metadata as run_on_metadata,
     unsynced_tracing_context as unsynced_tracing_context,

@@ -102,19 +102,51 @@ def known_integer_values() -> Iterator[None]:
 
 def fake_with_values(fake: Tensor, real: Tensor) -> Tensor:
     """`fake`, knowing the values of `real` if it holds integers or booleans; see `known_integer_values`."""
-    if not (real.is_floating_point() or real.is_complex() or real.is_meta) and real.numel() <= _KNOWN_VALUES_LIMIT:
-        fake.constant = real.detach().clone()  # type: ignore[attr-defined]
+    if _may_be_known(real) and not real.is_meta and fake_mode_of([real]) is None:
+        _remember(fake, real.detach().to("cpu", copy=True))
     return fake
 
 
-def remember_values(result: Any, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Give a fake tensor that a factory such as `arange` made its values, if they are integers or booleans."""
+def call_knowing_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator on fake tensors; what it computes from known values alone is known, on whatever device it is.
+
+    Values are kept on the CPU. torch computes with them there, and says that the result is there, too: it is moved to where
+    the operator would have it. What a factory such as `arange` makes is known from the start.
+    """
     from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-    plain = isinstance(result, FakeTensor) and not (result.is_floating_point() or result.is_complex())
-    if plain and result.constant is None and func in _FACTORIES and result.numel() <= _KNOWN_VALUES_LIMIT:
-        with unset_fake_temporarily():
-            result.constant = func(*args, **{**kwargs, "device": "cpu"})
+    given = [t for t in torch.utils._pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, FakeTensor)]
+    if not given:
+        result = func(*args, **kwargs)
+        if func in _FACTORIES and isinstance(result, FakeTensor) and result.constant is None and _may_be_known(result):
+            with unset_fake_temporarily():
+                _remember(result, func(*args, **{**kwargs, "device": "cpu"}))
+        return result
+    device = kwargs.get("device") or next((t for t in given if t.dim()), given[0]).device
+    if torch.device(device).type == "cpu" or any(t.constant is None for t in given):
+        return func(*args, **kwargs)
+    result = func(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
+
+    def moved(found: Any) -> Any:
+        if not isinstance(found, FakeTensor) or found.constant is None or found.device == torch.device(device):
+            return found
+        with found.fake_mode:
+            there = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device)
+        return _remember(there, found.constant)
+
+    return torch.utils._pytree.tree_map(moved, result)
+
+
+def _may_be_known(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _KNOWN_VALUES_LIMIT
+
+
+def _remember(fake: Any, values: Tensor) -> Tensor:
+    """Give a fake tensor values, until something that is not known is written to it."""
+    fake.constant = values
+    fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
+    remembered: Tensor = fake
+    return remembered
 
 
 _FACTORIES = frozenset(

@@ -1,0 +1,246 @@
+"""`graphopt bench gpu`: steps of models of the size that people fine-tune, against torch.compile: seconds and peak bytes.
+
+A step is forward, backward and fused AdamW. All variants of a model are compiled first, each with a model of its own, and timed
+in turn; medians are reported. Peak bytes are `torch.cuda.max_memory_allocated` of a step, less what was held before the variant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.analysis.step_memory import step_memory
+from graphopt.bench.cases import chosen
+from graphopt.bench.peak import peak_of
+from graphopt.bench.tables import table
+from graphopt.bench.timing import WARMUP, medians, this_device
+from graphopt.errors import BudgetError, InputError
+from graphopt.integrations.models import quiet_transformers
+from graphopt.passes import Lsp, Vcas
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+PEAK = 0.7
+"""Of torch.compile's peak, in the variant with a limit on memory."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model and its batch are."""
+
+    layers: int
+    width: int
+    samples: int
+    length: int
+
+
+SIZES = {
+    "llama": Size(8, 2048, 8, 1024),
+    "lora": Size(8, 2048, 8, 1024),
+    "bert": Size(12, 768, 64, 128),
+    "vit": Size(12, 768, 64, 197),
+}
+"""Of `MODELS`. "llama" and "lora" are in bfloat16; "bert" and "vit" are in float32, under autocast to bfloat16."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "torch.compile": {},
+    "default": {},
+    "flops=0.7": {"budget": 0.7},
+    "flops=0.5": {"budget": 0.5},
+    f"memory={PEAK}": {},
+    "vcas": {"passes": [Vcas(keep_rows=0.5, keep_tokens=0.5)]},
+    "lsp": {"passes": [Lsp(512, 16)]},
+    "lsp, layer-wise": {"passes": [Lsp(512, 16, schedule="layerwise")]},
+}
+"""What `optimize` is given."""
+
+VARIANTS = {
+    "llama": tuple(OPTIONS),
+    "lora": ("torch.compile", "default", f"memory={PEAK}"),
+    "bert": ("torch.compile", "default", "flops=0.7", "flops=0.5", f"memory={PEAK}", "vcas"),
+    "vit": ("torch.compile", "default", "flops=0.7", "flops=0.5", f"memory={PEAK}", "vcas"),
+}
+
+
+@dataclass
+class _Variant:
+    """One way to train a model, ready to be timed; bytes are of a step, of which `predicted` is what the plan says."""
+
+    run: Callable[[], None]
+    peak: int
+    predicted: int | None
+    flops_ratio: float
+    setup_seconds: float
+
+
+def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
+    """Measure every variant of some models, all by default.
+
+    Args:
+        repeats: timed rounds.
+    Raises:
+        InputError: an unknown model, or there is no GPU.
+    """
+    device, name = this_device()
+    if device != "cuda":
+        raise InputError("there is no GPU here that torch can use; on CPUs, use `graphopt bench greentrainer`, `vcas` or `lsp`.")
+    quiet_transformers()
+    wanted = chosen("model", models, MODELS)
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console) as bar:
+        task = bar.add_task("", total=sum(len(VARIANTS[model]) + WARMUP + repeats for model in wanted))
+        for model in wanted:
+            bar.update(task, description=model)
+            rows += measure(model, SIZES[model], repeats, device, lambda: bar.advance(task))
+    return {"torch": torch.__version__, "device": name, "repeats": repeats, "rows": rows}
+
+
+def measure(name: str, size: Size, repeats: int, device: str, progress: Callable[[], object]) -> list[dict[str, Any]]:
+    """The rows of one model; a variant that is refused says why."""
+    variants: dict[str, _Variant] = {}
+    refused: dict[str, str] = {}
+    for kind in VARIANTS[name]:
+        try:
+            variants[kind] = _variant(name, size, kind, device, variants)
+        except BudgetError as error:
+            refused[kind] = str(error)
+        progress()
+    seconds = medians({kind: variant.run for kind, variant in variants.items()}, repeats, device, progress)
+    theirs, peak = seconds["torch.compile"], variants["torch.compile"].peak
+    rows: list[dict[str, Any]] = [
+        {
+            "model": name,
+            "variant": kind,
+            "flops_ratio": variant.flops_ratio,
+            "seconds": seconds[kind],
+            "time_ratio": seconds[kind] / theirs,
+            "peak": variant.peak,
+            "peak_ratio": variant.peak / peak,
+            "predicted_error": variant.predicted / variant.peak - 1 if variant.predicted else None,
+            "setup_seconds": variant.setup_seconds,
+        }
+        for kind, variant in variants.items()
+    ]
+    return rows + [{"model": name, "variant": kind, "refused": why} for kind, why in refused.items()]
+
+
+def _variant(name: str, size: Size, kind: str, device: str, others: Mapping[str, _Variant]) -> _Variant:
+    torch.manual_seed(0)
+    held = _allocated(device)
+    model, inputs = MODELS[name](size)
+    model, inputs = model.to(device).train(), {k: v.to(device) for k, v in inputs.items()}
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-5, fused=True)
+    options = dict(OPTIONS[kind])
+    if kind.startswith("memory="):
+        options["budget"] = graphopt.Budget(memory=int(PEAK * others["torch.compile"].peak))
+        options["optimizer"] = optimizer
+    precision = contextlib.nullcontext() if name in ("llama", "lora") else torch.autocast(device, torch.bfloat16)
+    start = time.perf_counter()
+    predicted, flops_ratio = None, 1.0
+    with precision:
+        step: Callable[..., Any]
+        if kind == "torch.compile":
+            step = torch.compile(model)
+        else:
+            step = opt = graphopt.optimize(model, inputs, **options)
+            if "lsp" in opt.states:
+                optimizer = opt.make_optimizer(torch.optim.AdamW, lr=1e-5)
+            else:
+                predicted = step_memory(opt.plan.rewrite(opt.graph)[0], "inductor", optimizer).peak_bytes
+            flops_ratio = opt.report.flops_ratio
+
+    def run_once() -> None:
+        with precision:
+            loss = step(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+
+    for _ in range(WARMUP):
+        run_once()
+    setup = time.perf_counter() - start
+    return _Variant(run_once, peak_of(run_once, device) - held, predicted, flops_ratio, setup)
+
+
+def _allocated(device: str) -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def show(results: dict[str, Any], console: Console) -> None:
+    """Print the table."""
+    console.print(f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps, against torch.compile")
+    columns = ("", "", "FLOPs", "ms", "time", "peak GB", "peak", "predicted", "setup s")
+    console.print(table(columns, map(_cells, results["rows"]), words=2))
+
+
+def _cells(row: dict[str, Any]) -> tuple[object, ...]:
+    if "refused" in row:
+        return row["model"], row["variant"], row["refused"]
+    error = row["predicted_error"]
+    return (
+        row["model"], row["variant"], f"{row['flops_ratio']:.3f}", f"{row['seconds'] * 1e3:.1f}", f"{row['time_ratio']:.3f}",
+        f"{row['peak'] / 1e9:.2f}", f"{row['peak_ratio']:.3f}", None if error is None else f"{error:+.1%}",
+        f"{row['setup_seconds']:.0f}",
+    )  # fmt: skip
+
+
+def _llama(size: Size) -> Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=size.width, intermediate_size=size.width * 11 // 4, num_hidden_layers=size.layers,
+        num_attention_heads=size.width // 64, num_key_value_heads=size.width // 128, vocab_size=32_000, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 32_000, (size.samples, size.length))
+    return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids.clone()}
+
+
+def _lora(size: Size) -> Made:
+    from peft import LoraConfig, get_peft_model
+
+    model, inputs = _llama(size)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    adapted: nn.Module = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM"))
+    return adapted, inputs
+
+
+def _bert(size: Size) -> Made:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.width // 64,
+    )
+    ids = torch.randint(999, 30_000, (size.samples, size.length))
+    labels = torch.randint(0, 2, (size.samples,))
+    return BertForSequenceClassification(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def _vit(size: Size) -> Made:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=size.width,
+        intermediate_size=4 * size.width,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.width // 64,
+    )
+    images = torch.randn(size.samples, 3, 224, 224)
+    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 2, (size.samples,))}
+
+
+MODELS: dict[str, Callable[[Size], Made]] = {"llama": _llama, "lora": _lora, "bert": _bert, "vit": _vit}

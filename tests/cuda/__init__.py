@@ -1,0 +1,1 @@
+"""What needs a GPU; nothing here is collected where there is none."""
