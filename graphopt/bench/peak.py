@@ -11,14 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class PeakBytes:
-    """Measures between `begin` and `end` the most bytes that exist at once.
+    """Measures between `begin` and `end` the most bytes that exist at once, beside what existed before.
 
-    On the CPU that is the largest running sum of the allocator's events in this thread: what existed before does not count. On
-    CUDA it is `torch.cuda.max_memory_allocated`: what existed before counts.
+    On the CPU that is the largest running sum of the allocator's events in this thread; on CUDA, what
+    `torch.cuda.max_memory_allocated` grows by.
     """
 
     def __init__(self, device: str) -> None:
         self._profiler = None if device == "cuda" else profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._before = 0
 
     def begin(self) -> PeakBytes:
         """Start to measure."""
@@ -28,13 +29,14 @@ class PeakBytes:
         else:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
         return self
 
     def end(self) -> int:
         """The bytes."""
         if self._profiler is None:
             torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated()
+            return torch.cuda.max_memory_allocated() - self._before
         self._profiler.stop()
         current = peak = 0
         results: Any = self._profiler.profiler
@@ -49,8 +51,8 @@ def peak_of(train: Callable[[], None], device: str, held: int = 0) -> int:
     """The most bytes that exist at once during a step.
 
     Args:
-        held: bytes that exist for the whole step, which are measured on CUDA alone.
+        held: bytes that exist for the whole step, which are not measured.
     """
     peak = PeakBytes(device).begin()
     train()
-    return peak.end() + (0 if device == "cuda" else held)
+    return peak.end() + held

@@ -123,8 +123,11 @@ def call_knowing_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
                 _remember(result, func(*args, **{**kwargs, "device": "cpu"}))
         return result
     device = kwargs.get("device") or next((t for t in given if t.dim()), given[0]).device
-    if torch.device(device).type == "cpu" or any(t.constant is None for t in given):
+    if torch.device(device).type == "cpu":
         return func(*args, **kwargs)
+    if any(t.constant is None for t in given):  # what it is made of must not compute with values, which are elsewhere
+        with _hidden_values([t for t in given if t.constant is not None], _written(func, args, kwargs)):
+            return func(*args, **kwargs)
     result = func(*args, **({**kwargs, "device": "cpu"} if "device" in kwargs else kwargs))
 
     def moved(found: Any) -> Any:
@@ -135,6 +138,28 @@ def call_knowing_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         return _remember(there, found.constant)
 
     return torch.utils._pytree.tree_map(moved, result)
+
+
+@contextlib.contextmanager
+def _hidden_values(tensors: Sequence[Any], written: Sequence[Any]) -> Iterator[None]:
+    """Nothing is known of these tensors meanwhile, nor later of those that are written."""
+    known = [t.constant for t in tensors]
+    for tensor in tensors:
+        tensor.constant = None
+    try:
+        yield
+    finally:
+        for tensor, values in zip(tensors, known, strict=True):
+            tensor.constant = values
+            if any(tensor is changed for changed in written):
+                tensor.fake_mode.fake_tensor_converter.invalidate_constant_aliases(values)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments that an operator writes to."""
+    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
+    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    return [given[a.name] for a in arguments if a.name in given and a.alias_info is not None and a.alias_info.is_write]
 
 
 def _may_be_known(tensor: Tensor) -> bool:

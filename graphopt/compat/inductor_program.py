@@ -260,8 +260,15 @@ def _flat(outputs: Any) -> Iterator[Any]:
 
 
 def _buffer(graph: Any, node: Any) -> Buffer:
-    origins = sorted(node.get_origins(), key=lambda n: n.name) if node.get_origin_node() is None else [node.get_origin_node()]
     elements = sympy.sympify(graph.get_allocation_storage_size(node))
     shape = tuple(sympy.sympify(size) for size in node.get_size())
     dtype = node.get_dtype()
-    return Buffer(node.get_name(), shape, elements * dtype.itemsize, dtype, origins[-1] if origins else None)
+    return Buffer(node.get_name(), shape, elements * dtype.itemsize, dtype, _origin(node))
+
+
+def _origin(node: Any) -> Any:
+    """The node of the graph that a buffer is the result of; a kernel's workspace has none."""
+    if not hasattr(node, "get_origin_node"):
+        return None
+    origin = node.get_origin_node()
+    return origin or max(node.get_origins(), key=lambda n: n.name, default=None)
