@@ -130,11 +130,11 @@ def bench_lsp(
 
 
 @bench_app.command("gpu")
-def bench_gpu(repeats: Repeats = 15, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
+def bench_gpu(repeats: Repeats = 15, models: Models = "", out: Folder = Path("out/bench_gpu"), as_json: AsJson = False) -> None:
     """Steps of llama, lora, bert and vit on a GPU under every kind of plan, against torch.compile: time and peak memory."""
     from graphopt.bench import gpu
 
-    _measure(lambda console: gpu.run(_listed(models), repeats, console), gpu.show, out, as_json)
+    _measure(lambda console: gpu.run(_listed(models), repeats, out, console), gpu.show, None, as_json)
 
 
 @bench_app.command("distributed")

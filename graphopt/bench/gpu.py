@@ -1,8 +1,8 @@
 """`graphopt bench gpu`: steps of models of the size that people fine-tune, against torch.compile: seconds and peak bytes.
 
-A step is forward, backward and fused AdamW. All variants of a model are compiled first, each with a model of its own, and timed
-in turn; medians are reported. Peak bytes are `torch.cuda.max_memory_allocated` of a step, less what other variants hold and
-cuBLAS's workspaces, which stay from the first product on.
+A step is forward, backward and fused AdamW. Every variant has a model of its own, and is timed in turn with torch.compile's;
+medians are reported. Peak bytes are `torch.cuda.max_memory_allocated` of a step, less what other variants hold and cuBLAS's
+workspaces, which stay from the first product on. Rows are kept as they are found: what is there is not measured again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
-from graphopt.bench.cases import chosen
+from graphopt.bench.cases import append_row, chosen, read_rows
 from graphopt.bench.memory import held_bytes
 from graphopt.bench.peak import peak_of
 from graphopt.bench.tables import table
@@ -56,7 +57,6 @@ SIZES = {
 "llama" and "lora" are in bfloat16; "bert" and "vit" are in float32, under autocast to bfloat16."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "torch.compile": {},
     "default": {},
     "flops=0.7": {"budget": 0.7},
     "flops=0.5": {"budget": 0.5},
@@ -68,10 +68,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What `optimize` is given."""
 
 VARIANTS = {
-    "llama": ("torch.compile", "default", "flops=0.7", f"memory={PEAK}", "vcas", "lsp", "lsp, layer-wise"),
-    "lora": ("torch.compile", "default", f"memory={PEAK}"),
-    "bert": ("torch.compile", "default", "flops=0.7", "flops=0.5", f"memory={PEAK}", "vcas"),
-    "vit": ("torch.compile", "default", "flops=0.7", "flops=0.5", f"memory={PEAK}", "vcas"),
+    "llama": ("default", "flops=0.7", f"memory={PEAK}", "vcas", "lsp", "lsp, layer-wise"),
+    "lora": ("default", f"memory={PEAK}"),
+    "bert": ("default", "flops=0.7", "flops=0.5", f"memory={PEAK}", "vcas"),
+    "vit": ("default", "flops=0.7", "flops=0.5", f"memory={PEAK}", "vcas"),
 }
 
 
@@ -86,68 +86,73 @@ class _Variant:
     setup_seconds: float
 
 
-def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
+def run(models: list[str] | None, repeats: int, folder: Path, console: Console) -> dict[str, Any]:
     """Measure every variant of some models, all by default.
 
     Args:
         repeats: timed rounds.
+        folder: of the file of rows.
     Raises:
-        InputError: an unknown model, or there is no GPU.
+        InputError: an unknown model, there is no GPU, or the file holds something else.
     """
     device, name = this_device()
     if device != "cuda":
         raise InputError("there is no GPU here that torch can use; on CPUs, use `graphopt bench greentrainer`, `vcas` or `lsp`.")
     quiet_transformers()
     wanted = chosen("model", models, MODELS)
-    rows: list[dict[str, Any]] = []
+    file = folder / "gpu.jsonl"
+    header = {"torch": torch.__version__, "device": name, "repeats": repeats}
+    rows = [row for row in read_rows(file, lambda row: row["variant"]) if {k: row[k] for k in header} == header]
     with Progress(console=console) as bar:
-        task = bar.add_task("", total=sum(len(VARIANTS[model]) + WARMUP + repeats for model in wanted))
+        task = bar.add_task("", total=sum(len(VARIANTS[model]) for model in wanted))
         for model in wanted:
             bar.update(task, description=model)
-            rows += measure(model, SIZES[model], repeats, device, lambda: bar.advance(task))
-    return {"torch": torch.__version__, "device": name, "repeats": repeats, "rows": rows}
+            kinds = [k for k in VARIANTS[model] if not any((row["model"], row["variant"]) == (model, k) for row in rows)]
+            bar.advance(task, len(VARIANTS[model]) - len(kinds))
+            for row in measure(model, SIZES[model], kinds, repeats, device):
+                rows.append({**header, **row})
+                append_row(file, rows[-1])
+                bar.advance(task)
+    return {**header, "rows": [row for row in rows if row["model"] in wanted], "runs": str(file)}
 
 
-def measure(name: str, size: Size, repeats: int, device: str, progress: Callable[[], object]) -> list[dict[str, Any]]:
-    """The rows of one model; a variant that is refused says why."""
+def measure(name: str, size: Size, kinds: Sequence[str], repeats: int, device: str) -> Iterator[dict[str, Any]]:
+    """The rows of some variants of a model; one that is refused says why."""
+    if not kinds:
+        return
     nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()  # makes workspaces in both threads
-    variants: dict[str, _Variant] = {}
-    refused: dict[str, str] = {}
-    for kind in VARIANTS[name]:
+    theirs = _variant(name, size, "torch.compile", device, 0)
+    for kind in kinds:
+        row = {"model": name, "variant": kind}
         try:
-            variants[kind] = _variant(name, size, kind, device, variants)
+            ours = _variant(name, size, kind, device, theirs.peak)
         except BudgetError as error:
-            refused[kind] = str(error)
-        progress()
-    seconds = medians({kind: variant.run for kind, variant in variants.items()}, repeats, device, progress)
-    theirs, peak = seconds["torch.compile"], variants["torch.compile"].peak
-    rows: list[dict[str, Any]] = [
-        {
-            "model": name,
-            "variant": kind,
-            "flops_ratio": variant.flops_ratio,
-            "seconds": seconds[kind],
-            "time_ratio": seconds[kind] / theirs,
-            "peak": variant.peak,
-            "peak_ratio": variant.peak / peak,
-            "predicted_error": variant.predicted / variant.peak - 1 if variant.predicted else None,
-            "setup_seconds": variant.setup_seconds,
+            yield {**row, "refused": str(error)}
+            continue
+        seconds = medians({"theirs": theirs.run, "ours": ours.run}, repeats, device)
+        yield {
+            **row,
+            "flops_ratio": ours.flops_ratio,
+            "seconds": seconds["ours"],
+            "time_ratio": seconds["ours"] / seconds["theirs"],
+            "peak": ours.peak,
+            "peak_ratio": ours.peak / theirs.peak,
+            "predicted_error": ours.predicted / ours.peak - 1 if ours.predicted else None,
+            "setup_seconds": ours.setup_seconds,
+            "setup_ratio": ours.setup_seconds / theirs.setup_seconds,
         }
-        for kind, variant in variants.items()
-    ]
-    return rows + [{"model": name, "variant": kind, "refused": why} for kind, why in refused.items()]
 
 
-def _variant(name: str, size: Size, kind: str, device: str, others: Mapping[str, _Variant]) -> _Variant:
+def _variant(name: str, size: Size, kind: str, device: str, peak: int) -> _Variant:
     torch.manual_seed(0)
     held = _allocated()
     with torch.device(device):
         model, inputs = MODELS[name](size)
     model.train()
     optimizer: torch.optim.Optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-5, fused=True)
-    options = dict(OPTIONS[kind])
+    options = dict(OPTIONS.get(kind, {}))
     if kind.startswith("memory="):
-        options["budget"] = graphopt.Budget(memory=int(PEAK * others["torch.compile"].peak))
+        options["budget"] = graphopt.Budget(memory=int(PEAK * peak))
         options["optimizer"] = optimizer
     precision = contextlib.nullcontext() if name in ("llama", "lora") else torch.autocast(device, torch.bfloat16)
     start = time.perf_counter()
@@ -189,7 +194,7 @@ def _allocated() -> int:
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
     console.print(f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps, against torch.compile")
-    columns = ("", "", "FLOPs", "ms", "time", "peak GB", "peak", "predicted", "setup s")
+    columns = ("", "", "FLOPs", "ms", "time", "peak GB", "peak", "predicted", "setup s", "setup")
     console.print(table(columns, map(_cells, results["rows"]), words=2))
 
 
@@ -200,7 +205,7 @@ def _cells(row: dict[str, Any]) -> tuple[object, ...]:
     return (
         row["model"], row["variant"], f"{row['flops_ratio']:.3f}", f"{row['seconds'] * 1e3:.1f}", f"{row['time_ratio']:.3f}",
         f"{row['peak'] / 1e9:.2f}", f"{row['peak_ratio']:.3f}", None if error is None else f"{error:+.1%}",
-        f"{row['setup_seconds']:.0f}",
+        f"{row['setup_seconds']:.0f}", f"{row['setup_ratio']:.2f}",
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """`graphopt bench memory`: the predicted peak of a training step against the measured one, and that against torch.compile's.
 
 On the CPU the measured peak is the largest running sum of the allocator's own events (torch.profiler's memory events) during
-one step; on CUDA it is what `torch.cuda.max_memory_allocated` grows by. What exists for the whole step (parameters, states, the batch)
-is part of both: it is counted from the tensors themselves. cuBLAS's workspaces, which stay from the first step on, are not.
+one step; on CUDA it is what `torch.cuda.max_memory_allocated` grows by. What exists for the whole step (parameters, states, the
+batch) is part of both: it is counted from the tensors themselves. cuBLAS's workspaces stay from the first step on; they are not.
 """
 
 from __future__ import annotations

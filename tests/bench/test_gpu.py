@@ -1,6 +1,9 @@
 """`graphopt bench gpu`: the measurement itself, of a small model on the CPU; the command asks for a GPU."""
 
 import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +13,26 @@ from graphopt.bench import gpu
 from graphopt.errors import InputError
 
 
-def test_without_a_gpu_the_command_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_command_says_what_to_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=r"no GPU here.*greentrainer"):
-        gpu.run(None, 5, Console(file=io.StringIO()))
+        gpu.run(None, 5, tmp_path, Console(file=io.StringIO()))
 
 
-def test_every_variant_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpu.VARIANTS, "lora", ("torch.compile", "memory=0.7"))
-    progress: list[None] = []
-    rows = gpu.measure("lora", gpu.Size(1, 128, 2, 8), 3, "cpu", lambda: progress.append(None))
-    assert rows[0]["variant"] == "torch.compile"
-    assert {row["variant"] for row in rows} == {"torch.compile", "memory=0.7"}
-    assert all(row["seconds"] > 0 and row["peak"] > 0 for row in rows if "refused" not in row)
-    gpu.show({"torch": torch.__version__, "device": "cpu", "repeats": 3, "rows": rows}, Console(file=io.StringIO()))
+def test_every_variant_has_a_row_at_once_and_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "this_device", lambda: ("cuda", "a GPU"))
+    monkeypatch.setitem(gpu.VARIANTS, "lora", ("default",))
+    measured: list[str] = []
+
+    def measure(name: str, size: gpu.Size, kinds: Sequence[str], repeats: int, device: str) -> Iterator[dict[str, Any]]:
+        measured.extend(kinds)
+        yield from real(name, gpu.Size(1, 128, 2, 8), kinds, 3, "cpu")
+
+    real = gpu.measure
+    monkeypatch.setattr(gpu, "measure", measure)
+    found = [gpu.run(["lora"], 5, tmp_path, Console(file=io.StringIO())) for _ in range(2)]
+    assert measured == ["default"]
+    assert found[0] == found[1]
+    for row in found[0]["rows"]:
+        assert "refused" in row or (row["seconds"] > 0 and row["peak"] > 0 and row["variant"] in measured)
+    gpu.show(found[0], Console(file=io.StringIO()))
