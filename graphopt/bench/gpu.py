@@ -217,7 +217,8 @@ def _llama(size: Size) -> Made:
         num_attention_heads=size.width // 64, num_key_value_heads=size.width // 128, vocab_size=32_000, use_cache=False,
     )  # fmt: skip
     ids = torch.randint(0, 32_000, (size.samples, size.length))
-    return LlamaForCausalLM(config).to(torch.bfloat16), {"input_ids": ids, "labels": ids.clone()}
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16), {"input_ids": ids, "labels": ids.clone()}
 
 
 def _lora(size: Size) -> Made:
