@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+REPLACED = (
+    "the model was called with tensors in the place of its parameters, as by torch.func.functional_call: their gradients are "
+    "computed, whatever is selected"
+)
+
 
 class Fallback:
     """Runs a model in the place of its compiled steps.
@@ -51,6 +56,8 @@ class Fallback:
         if self._hooks or opt is None or not opt.selects:
             return
         parameters = dict(self.model.named_parameters())
+        if any(not isinstance(p, nn.Parameter) for p in parameters.values()):
+            self.note(REPLACED)
         forms = {id(t): (name, t) for name, t in parameters.items()}
         for held in held_parameters(self.model):  # gathered, so that nothing is sent; sharded, where they are gathered later
             name = next((n for n in held.names if n in parameters), held.names[0])

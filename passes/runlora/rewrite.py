@@ -165,7 +165,8 @@ class _Rewriter:
         """A tensor with all but its last dimension flattened, as many rows as `like` has."""
         if node.meta["val"].dim() == 2:
             return node
-        rows = self._emit(aten.sym_size.int, (like, 0), anchor) if self.graph.symbolic else like.meta["val"].shape[0]
+        size = like.meta["val"].shape[0]
+        rows = size if isinstance(size, int) else self._emit(aten.sym_size.int, (like, 0), anchor)
         return self._emit(aten.reshape.default, (node, [rows, node.meta["val"].shape[-1]]), anchor)  # it may be expanded
 
     def _gradient(self, gradient: Gradient, left: Any, right: Any, excess: float) -> None:

@@ -161,6 +161,20 @@ def test_functional_gradients_are_right() -> None:
 
 
 @pytest.mark.usefixtures("_only_new_objects")
+def test_tensors_in_the_place_of_parameters_are_not_selected_among_and_the_report_says_so() -> None:
+    """Gradients with respect to what takes the parameters' place are the caller's own business, as in meta-learning."""
+    model, batch = Two(), (torch.randn(4, 5),)
+    opt = graphopt.optimize(model, batch, budget=0.7, backend="aot_eager")
+    assert opt.selected < set(dict(model.named_parameters()))
+    noisy = {name: p * 1.5 for name, p in model.named_parameters()}
+    torch.func.functional_call(opt, noisy, batch).backward()
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    torch.func.functional_call(model, {name: p * 1.5 for name, p in model.named_parameters()}, batch).backward()
+    torch.testing.assert_close(ours, {name: p.grad for name, p in model.named_parameters()})
+    assert any("functional_call" in note for note in opt.report.notes)
+
+
 def test_models_are_freed() -> None:
     references = []
     for _ in range(3):

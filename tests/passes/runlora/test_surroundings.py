@@ -9,6 +9,7 @@ from graphopt.passes.runlora.rewrite import legal_orders, refusal
 from graphopt.passes.runlora.sites import find_lora_sites
 from torch import Tensor, nn
 
+import graphopt
 from graphopt.capture import capture
 from graphopt.testing import compiled
 
@@ -48,6 +49,35 @@ class Odd(nn.Module):
             stacked = torch.stack([x, 2 * x], 1)
             return (stacked @ self.weight + stacked @ self.down @ self.up).mean(1).square().sum()
         raise AssertionError(self.kind)
+
+
+class Adapted(nn.Module):
+    """A layer with two adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6).requires_grad_(False)
+        self.first = nn.ParameterList([torch.randn(2, 6) / 3, torch.randn(6, 2) / 3])
+        self.second = nn.ParameterList([torch.randn(2, 6) / 3, torch.randn(6, 2) / 3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = [nn.functional.linear(nn.functional.linear(x, a), b) for a, b in (self.first, self.second)]
+        return torch.tanh(self.layer(x) + 2 * added[0] + added[1] / 2)
+
+
+def test_two_adapters_of_a_layer_train_with_batches_of_other_shapes() -> None:
+    """The rows of a product are then a symbol of the compiled step, which one operator of the rewrite is given."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), Adapted(), nn.Linear(6, 3)).double()
+    batches = [torch.randn(n, length, 6, dtype=torch.float64) for n, length in ((8, 40), (2, 3), (4, 7))]
+    opt = graphopt.optimize(model, (batches[0],), loss=lambda y: y.square().sum(), backend="aot_eager")
+    for x in batches:
+        found = []
+        for step in (opt, model):
+            model.zero_grad(set_to_none=True)
+            step(x).square().sum().backward()
+            found.append({name: p.grad for name, p in model.named_parameters()})
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize(
