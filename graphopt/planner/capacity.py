@@ -11,12 +11,15 @@ a batch, and large matrices pay: they count by the root of their size.
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of the half nearer to the input, with a gradient of
 6 times the median's or more: the loss is "steep at the input". There is much to be learned: large matrices pay, vectors learn too
-little, matrices of few rows count, and of equals the one nearer to the input is taken:
+little, matrices of few rows count, and of equals the one nearer to the input is taken. Where the budget reaches that matrix,
+those with a gradient below half of the median's, often queries and keys, make room for it and its layer:
 
     value = (output layer: 10, else 1)
             x (vector: 1.2; matrix: 1, or 0 of few rows)                     where the loss reads few rows,
               (vector: 1.2; matrix: (elements / the matrices' median)^0.5)   where it reads every row,
-              (vector: 0.35; matrix: (elements / the matrices' median)^0.5)  where it is steep at the input
+              (vector: 0.35; matrix: (elements / the matrices' median)^0.5
+                             x min(1, |g|_2 / (0.5 x the matrices' median |g|_2)) where the steepest is in reach)
+                                                                             where it is steep at the input
             + (|g|_2 / (6 x the matrices' median |g|_2))^6
 
 where the last term counts 20 at most, and 1 where the loss is not steep at the input. So a few tensors that are far steeper
@@ -57,6 +60,8 @@ class Weighting:
         vector_of_steep: the same where the loss is steep at the input.
         size: power of a matrix's size, relative to the median's, in its value where the loss reads every row or is steep.
         output: how many times its value the output layer has.
+        flat: part of the median matrix's gradient; matrices with less count in proportion, where the loss is steep at the input
+            and the budget reaches the steepest matrix.
         steep: how many times the median matrix's a gradient is that adds a matrix's value.
         most: how many times that value it adds at most where the loss is steep at the input, elsewhere once: of untrained models
             a few gradients are thousands of times the median.
@@ -66,12 +71,17 @@ class Weighting:
     vector_of_steep: float = 0.35
     size: float = 0.5
     output: float = 10.0
+    flat: float = 0.5
     steep: float = 6.0
     most: float = 20.0
 
 
 def capacity(
-    graph: TrainingGraph, profile: FlopProfile, weighting: Weighting | None = None, norms: Mapping[str, float] | None = None
+    graph: TrainingGraph,
+    profile: FlopProfile,
+    weighting: Weighting | None = None,
+    norms: Mapping[str, float] | None = None,
+    reachable: Collection[str] = (),
 ) -> Importance:
     """Rate all trainable parameters. Without norms, weights may be fake and a batch may be anything.
 
@@ -82,6 +92,7 @@ def capacity(
         profile: FLOPs of the graph as it is where tensors are selected: exact rewrites before may leave rows out.
         weighting: by default, what `Weighting` says.
         norms: of the gradients of a batch's loss, by name; of the tensors that were measured. Their scale does not matter.
+        reachable: tensors that the budget can reach.
     """
     by = weighting or Weighting()
     costs = backward_costs(profile)
@@ -102,12 +113,17 @@ def capacity(
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
     if steep:
         kinds = {name: value * (1 + DEEPER * k / len(kinds)) for k, (name, value) in enumerate(kinds.items())}
+    makes_room = steep and max(inner, key=lambda name: norms.get(name, 0.0)) in reachable
+    if makes_room:
+        enough = by.flat * unit / by.steep
+        kinds |= {name: kinds[name] * min((norms.get(name) or enough) / enough, 1.0) for name in sizes}
     values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
     source = f"matrices count {size}, vectors {vector:g}, the output layer x {by.output:g}"
     if unit < math.inf:
         most = (by.most if steep else 1.0) ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
+        source += f", x gradient / {by.flat:g} of the median matrix's below that" if makes_room else ""
         source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
     if idle and not steep:
         values |= dict.fromkeys(idle, 0.0)

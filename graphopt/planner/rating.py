@@ -72,7 +72,7 @@ def rate_tensors(
             logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)
         except (ImportanceError, RuntimeError) as error:  # too little memory, too: what follows needs no gradients
             untold = f"; gradients do not count: {first_line(error)}"
-        rated = capacity(graph, profile, norms=norms)
+        rated = capacity(graph, profile, norms=norms, reachable=reachable)
     rated = replace(rated, source=rated.source + untold)
     if optimizer is None:
         return rated

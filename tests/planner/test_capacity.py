@@ -131,7 +131,7 @@ def with_norms(norms: dict[str, float], output: float = 10.0, steep: float = 0.7
     model, inputs = zoo.make("mlp")
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, Weighting(1.0, 1.0, 0.0, output, steep), norms).values
+    return capacity(analysis.graph, analysis.flops, Weighting(1.0, 1.0, 0.0, output, steep=steep), norms).values
 
 
 def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
@@ -181,6 +181,22 @@ def test_vectors_count_less_where_the_loss_is_steep_in_a_matrix_but_the_outputs(
     for steep, vector in (({}, by.vector), (head_alone, by.vector), (at_the_input, by.vector_of_steep)):
         values = capacity(analysis.graph, analysis.flops, norms={**even, **steep}).values
         assert values[another] / values[other] == pytest.approx(vector, rel=1e-3), steep
+
+
+@pytest.mark.parametrize(("steepest", "reached", "share"), [(7.0, True, 0.2), (7.0, False, 1.0), (1.0, True, 1.0)])
+def test_matrices_with_small_gradients_make_room_for_a_steep_layer_that_the_budget_reaches(
+    steepest: float, reached: bool, share: float
+) -> None:
+    model, inputs = zoo.make("vit")
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    names = [p.name for p in analysis.graph.parameters if ".layers." in p.name and "attention" in p.name and len(p.shape) == 2]
+    first, ordinary, flat, unknown = names[:4]
+    norms = {p.name: 1.0 for p in analysis.graph.parameters} | {first: steepest, flat: 0.1, unknown: 0.0}
+    reachable = norms.keys() if reached else set(norms) - {first}
+    values = capacity(analysis.graph, analysis.flops, norms=norms, reachable=reachable).values
+    assert values[flat] / values[ordinary] == pytest.approx(share, rel=1e-3)
+    assert values[unknown] / values[ordinary] == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
