@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from graphopt.bench import gpu
+from graphopt.bench import gpu, memory_models
 from graphopt.errors import InputError
 
 
@@ -22,6 +22,7 @@ def test_without_a_gpu_the_command_says_what_to_use(monkeypatch: pytest.MonkeyPa
 def test_every_variant_has_a_row_at_once_and_is_not_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu, "this_device", lambda: ("cuda", "a GPU"))
     monkeypatch.setitem(gpu.VARIANTS, "lora", ("default",))
+    monkeypatch.setitem(gpu.MODELS, "lora", lambda size: memory_models.MODELS["mlp"](size.samples))
     measured: list[str] = []
 
     def measure(name: str, size: gpu.Size, kinds: Sequence[str], repeats: int, device: str) -> Iterator[dict[str, Any]]:
