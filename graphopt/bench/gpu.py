@@ -53,8 +53,7 @@ SIZES = {
     "bert": Size(6, 768, 64, 128),
     "vit": Size(6, 768, 64, 197),
 }
-"""Of `MODELS`, whose numbers of layers are smaller than usual.
-"llama" and "lora" are in bfloat16; "bert" and "vit" are in float32, under autocast to bfloat16."""
+"""Of `MODELS`, with fewer layers than usual. "llama" and "lora" are in bfloat16; the others in float32, under autocast to it."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -154,7 +153,8 @@ def _variant(name: str, size: Size, kind: str, device: str, peak: int) -> _Varia
     if kind.startswith("memory="):
         options["budget"] = graphopt.Budget(memory=int(PEAK * peak))
         options["optimizer"] = optimizer
-    precision = contextlib.nullcontext() if name in ("llama", "lora") else torch.autocast(device, torch.bfloat16)
+    whole = next(model.parameters()).dtype == torch.float32
+    precision = torch.autocast(device, torch.bfloat16) if whole else contextlib.nullcontext()
     start = time.perf_counter()
     predicted, flops_ratio = None, 1.0
     with precision:
@@ -230,31 +230,26 @@ def _lora(size: Size) -> Made:
     return adapted, inputs
 
 
+def _encoder(size: Size) -> dict[str, Any]:
+    """What the configurations of BERT and ViT have in common."""
+    width = size.width
+    return dict(hidden_size=width, intermediate_size=4 * width, num_hidden_layers=size.layers, num_attention_heads=width // 64)
+
+
 def _bert(size: Size) -> Made:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.width // 64,
-    )
     ids = torch.randint(999, 30_000, (size.samples, size.length))
-    labels = torch.randint(0, 2, (size.samples,))
-    return BertForSequenceClassification(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (size.samples,))}
+    return BertForSequenceClassification(BertConfig(**_encoder(size))), inputs
 
 
 def _vit(size: Size) -> Made:
     from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        hidden_size=size.width,
-        intermediate_size=4 * size.width,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.width // 64,
-    )
     images = torch.randn(size.samples, 3, 224, 224)
-    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.randint(0, 2, (size.samples,))}
+    inputs = {"pixel_values": images, "labels": torch.randint(0, 2, (size.samples,))}
+    return ViTForImageClassification(ViTConfig(**_encoder(size))), inputs
 
 
 MODELS: dict[str, Callable[[Size], Made]] = {"llama": _llama, "lora": _lora, "bert": _bert, "vit": _vit}

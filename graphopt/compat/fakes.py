@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.compat.fsdp import is_sharded, without_hooks
 from graphopt.compat.graph_modules import lazy_graph_modules
+from graphopt.compat.schemas import bound_arguments, has_schema, written_arguments
 
 
 def output_list(module: fx.GraphModule) -> list[Any]:
@@ -156,10 +157,11 @@ def _hidden_values(tensors: Sequence[Any], written: Sequence[Any]) -> Iterator[N
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that an operator writes to."""
-    arguments = getattr(getattr(func, "_schema", None), "arguments", ())
-    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
-    return [given[a.name] for a in arguments if a.name in given and a.alias_info is not None and a.alias_info.is_write]
+    """What an operator is given and writes to."""
+    if not has_schema(func):
+        return []
+    given = bound_arguments(func, args, kwargs).values()
+    return [value for value, written in zip(given, written_arguments(func), strict=True) if written]
 
 
 def _may_be_known(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,11 +24,15 @@ def written_arguments(operator: Any) -> list[bool]:
     return [a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments]
 
 
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """What a node gives to its operator, which has a schema, by the names of the arguments, in order; defaults included."""
-    operator: Any = node.target
+def bound_arguments(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an operator with a schema is given, by the names of the arguments, in order; defaults included."""
     defaults = {a.name: a.default_value for a in operator._schema.arguments}
-    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """What a node gives to its operator, see `bound_arguments`."""
+    return bound_arguments(node.target, node.args, node.kwargs)
 
 
 def draws(node: fx.Node) -> bool:
