@@ -1,4 +1,4 @@
-"""The allocator's own events during a call, as torch.profiler reports them."""
+"""What a call allocates, by torch.profiler's events; and the FLOPs of what Inductor is given to compile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
+
+from graphopt.analysis.flops import node_flops
+from graphopt.graph import TrainingGraph
+from graphopt.specialise import symbolic
+from graphopt.transforms.partition import split
+
+
+def partitioned_flops(graph: TrainingGraph) -> int:
+    """FLOPs of the forward and the backward that Inductor's partitioner makes of a graph, for its captured batch."""
+    halves = split(symbolic(graph, decompose=True), inductor=True)
+    nodes = [*halves.forward.graph.nodes, *halves.backward.graph.nodes]
+    return sum(graph.at(graph.formula(node_flops(n)), graph.batch_size) for n in nodes)
 
 
 def peak_and_rest(call: Callable[[], object]) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
 
 def recomputed(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes of the forward that the backward computes a second time: marked so, and needed for a gradient."""
-    stack = list(graph.gradients().values())
+    stack = [n for desc, n in zip(graph.outputs, graph.results, strict=True) if desc.kind == "gradient" and n is not None]
     seen = set(stack)
     while stack:
         for node in stack.pop().all_input_nodes:

@@ -18,6 +18,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.rewrites import once
 from graphopt.planner.selection import Selection
+from graphopt.transforms.region_outputs import keep_region_outputs
 
 PassList = str | Sequence[str | Pass]
 
@@ -102,7 +103,7 @@ class Plan:
         train = None if self.train is None else tuple(sorted(self.train))
         passes = tuple(p.name for p in self.passes)
         decided = tuple(sorted((name, d.key) for name, d in self.decisions.items() if name in passes and d.key))
-        return train, passes, decided, self.measures
+        return train, passes, decided, self.measures, self.budget.flops is not None
 
     def decided(self, name: str, decision: Decision) -> Plan:
         """The plan with a technique's decision."""
@@ -123,6 +124,8 @@ class Plan:
             graph, report = once(run_pass, rewrite, graph, decisions)
             graph = hooks.finish(self, graph)
             reports.append(replace(report, choices=choices))
+        if self.budget.flops is not None:
+            graph = keep_region_outputs(graph)
         return graph, reports
 
     def trains(self, name: str, planned: Collection[str]) -> bool:
