@@ -1,8 +1,8 @@
 """Results of checkpointed regions that are kept for the backward, so that no region is computed again for what follows it.
 
-Where the backward reads a cast of a region's result, or the mask of a clamp, Inductor's partitioner keeps neither: it computes the
-cast again, and for it the region with its products. Eager mode keeps the result. torch.compile saves that memory and pays FLOPs,
-which a budget counts.
+Where the backward reads a cast of a region's result, or the mask of a clamp, Inductor's partitioner keeps neither: it computes
+the cast again, and for it the region with its products. Eager mode keeps the result. torch.compile saves that memory and pays
+FLOPs, which a budget counts.
 """
 
 from __future__ import annotations
