@@ -131,13 +131,6 @@ def masked(config: Any) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": padded(), "labels": labels}
 
 
-def masked_unpadded(config: Any) -> dict[str, Tensor]:
-    """Labels for a few tokens, and no mask."""
-    batch = masked(config)
-    del batch["attention_mask"]
-    return batch
-
-
 def answer(config: Any) -> dict[str, Tensor]:
     """Where an answer starts and ends."""
     return {
