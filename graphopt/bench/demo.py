@@ -30,11 +30,12 @@ from graphopt.integrations.models import quiet_transformers
 COLOURS = {"full": "#1f5fa8", "budget": "#d9541e"}
 
 
-def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[dict]:
+def run_every(args: argparse.Namespace, run_one: Callable[..., dict], labels: dict[str, int] | None = None) -> list[dict]:
     """Every kind of `args.runs` for every seed, quietly; results are written to `args.out` as they come.
 
     Args:
         run_one: (args, kind, seed, (train, validation), number of classes, progress bar) -> result.
+        labels: the class of every label; by default each has its own.
     Returns:
         With `args.resume` all results in `args.out`, where runs that earlier calls finished are not run again.
     """
@@ -49,13 +50,13 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict]) -> list[di
         results = earlier["results"]
     minilm_folder()
     quiet_transformers()
-    labels = label_numbers()
+    labels = labels or label_numbers()
     data = Glosses("train", labels, args.length), Glosses("validation", labels, args.length, args.validation_rows)
     with Progress(console=Console()) as bar:
         for seed in args.seeds:
             for kind in args.runs:
                 if not any((r["kind"], r["seed"]) == (kind, seed) for r in results):
-                    results.append({"kind": kind, **run_one(args, kind, seed, data, len(labels), bar)})
+                    results.append({"kind": kind, **run_one(args, kind, seed, data, len(set(labels.values())), bar)})
                     partial = file.with_suffix(".partial")
                     partial.write_text(json.dumps({"settings": settings, "results": results}, indent=1))
                     partial.replace(file)

@@ -66,6 +66,12 @@ def label_numbers() -> dict[str, int]:
     return {label: number for number, label in enumerate(sorted(set(read("train")[0])))}
 
 
+def parts_of_speech() -> dict[str, int]:
+    """The labels, numbered by their part of speech: noun, verb, adjective or adverb."""
+    parts = sorted({label.partition(".")[0] for label in label_numbers()})
+    return {label: parts.index(label.partition(".")[0]) for label in label_numbers()}
+
+
 class Glosses:
     """The data as tensors: (N, length) token ids and attention masks, (N,) labels."""
 
