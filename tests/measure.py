@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import sympy
 from torch.profiler import ProfilerActivity, profile
 
 from graphopt.analysis.flops import node_flops
-from graphopt.graph import TrainingGraph
+from graphopt.graph import BATCH, TrainingGraph
 from graphopt.specialise import symbolic
 from graphopt.transforms.partition import split
 
@@ -17,7 +18,7 @@ def partitioned_flops(graph: TrainingGraph) -> int:
     """FLOPs of the forward and the backward that Inductor's partitioner makes of a graph, for its captured batch."""
     halves = split(symbolic(graph, decompose=True), inductor=True)
     nodes = [*halves.forward.graph.nodes, *halves.backward.graph.nodes]
-    return sum(graph.at(graph.formula(node_flops(n)), graph.batch_size) for n in nodes)
+    return int(sympy.Add(*(graph.formula(node_flops(n)) for n in nodes)).subs(BATCH, graph.batch_size))
 
 
 def peak_and_rest(call: Callable[[], object]) -> tuple[int, int]:

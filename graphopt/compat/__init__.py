@@ -62,6 +62,7 @@ from graphopt.compat.joint import (
 )
 from graphopt.compat.recompute import (
     IN_FORWARD as IN_FORWARD,
+    KEEP as KEEP,
     RECOMPUTE as RECOMPUTE,
     SAVE as SAVE,
     in_region as in_region,

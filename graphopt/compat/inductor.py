@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
-from graphopt.compat.recompute import is_in_forward
+from graphopt.compat.recompute import SAVE, is_in_forward, must_keep
 
 
 def partition(
@@ -49,10 +49,13 @@ def partition(
 def min_cut(joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's min-cut partitioner, which leaves nodes that only the backward reads where less is saved, but for `IN_FORWARD`.
 
-    Such nodes are outputs of the forward while the graph is split.
+    Those are outputs of the forward while the graph is split. What is marked by `KEEP` is not computed again.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    for node in joint.graph.nodes:
+        if must_keep(node):
+            node.meta.update(SAVE)
     forced = [node for node in joint.graph.nodes if is_in_forward(node)]
     _insert_outputs(joint, num_fwd_outputs, forced)
     forward, backward = min_cut_rematerialization_partition(

@@ -20,9 +20,18 @@ IN_FORWARD = _policy("MUST_SAVE", -1)
 """Metadata of a node that only the backward reads, and that the forward has to compute."""
 
 
+KEEP = _policy("PREFER_SAVE", -2)
+"""Metadata of a node that Inductor's partitioner must not leave to the backward; others keep it where the backward reads it."""
+
+
 def is_in_forward(node: fx.Node) -> bool:
     """Whether a node is marked by `IN_FORWARD`."""
     return node.op == "call_function" and node.meta.get("ac_graph_id") == IN_FORWARD["ac_graph_id"]
+
+
+def must_keep(node: fx.Node) -> bool:
+    """Whether a node is marked by `KEEP`."""
+    return node.op == "call_function" and node.meta.get("ac_graph_id") == KEEP["ac_graph_id"]
 
 
 def recompute_mark(region: int) -> dict[str, Any]:

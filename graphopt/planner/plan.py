@@ -18,7 +18,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.rewrites import once
 from graphopt.planner.selection import Selection
-from graphopt.transforms.region_outputs import keep_region_outputs
+from graphopt.transforms.region_products import keep_last_products
 
 PassList = str | Sequence[str | Pass]
 
@@ -125,7 +125,7 @@ class Plan:
             graph = hooks.finish(self, graph)
             reports.append(replace(report, choices=choices))
         if self.budget.flops is not None:
-            graph = keep_region_outputs(graph)
+            graph = keep_last_products(graph)
         return graph, reports
 
     def trains(self, name: str, planned: Collection[str]) -> bool:
