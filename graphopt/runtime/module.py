@@ -269,12 +269,14 @@ class OptimizedModule(PlannedModule):
 
     def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile | None) -> None:
         """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
-        before = self.selected
+        before, known = self.selected, {p.name for p in self._graph.parameters}
+        planned = {p.name for p in graph.parameters}
         self.__dict__.update(_plan=plan, _graph=graph, _profile=profile, _last_step=None)
-        parameters = dict(self._model.named_parameters())
-        for name in before - self.selected:
-            if name in parameters:
-                parameters[name].grad = None
+        if planned != known:
+            self.__dict__["_running"] = None  # it trains what the plan did not know
+        for name, parameter in self._model.named_parameters():
+            if name not in self.selected and (name in before or name in planned - known):
+                parameter.grad = None
         for state in self.states.values():
             state.clear_gradients(before - self.selected)
             state.selected(self.selected - before)

@@ -147,7 +147,8 @@ def _better(
     if not selection.names:
         logger.warning("keeping the last selection: no tensor's step would lower the loss on this batch")
         return None, 0.0
-    within = now.selected <= known and limit.step_flops(now.selected) <= limit.most
+    added = {p.name for p in graph.parameters}.difference(p.name for p in now.graph.parameters)  # trained, and not counted
+    within = not added and now.selected <= known and limit.step_flops(now.selected) <= limit.most
     current = importance.of(now.selected)
     gain = _gain(selection.value, current)
     if within and (gain <= tolerance or frozenset(selection.names) == now.selected):

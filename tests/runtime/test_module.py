@@ -281,6 +281,34 @@ def test_a_tiny_gain_keeps_the_selection() -> None:
     assert opt.selected == before
 
 
+@pytest.mark.parametrize("replaced", [True, False])
+def test_parameters_that_are_new_are_selected_and_counted_like_all_others(replaced: bool) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+    model, x = Layers(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), budget=0.6, backend="aot_eager")
+    opt(x).backward()
+    if replaced:
+        model.layers[2] = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 8))
+    else:
+        model.layers.append(nn.Linear(8, 8))
+    opt(x).backward()  # trains what the plan does not know
+    assert opt.reselect((x,)).changed
+    assert {n for n, p in model.named_parameters() if p.grad is not None} <= opt.selected
+    with FlopCounterMode(display=False) as counter:
+        opt(x).backward()
+    assert {n for n, p in model.named_parameters() if p.grad is not None} == opt.selected
+    assert counter.get_total_flops() <= 0.6 * flop_profile(graphopt.analyze(model, (x,)).graph).step
+
+
 def test_the_controller_selects_on_schedule() -> None:
     _, inputs, opt = optimized(budget=0.5)
     optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-3)
