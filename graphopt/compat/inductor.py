@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
-from graphopt.compat.recompute import SAVE, is_in_forward, must_keep
+from graphopt.compat.recompute import SAVE, is_in_forward, is_marked, must_keep
 
 
 def partition(
@@ -22,7 +23,6 @@ def partition(
     The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
     the tangents. Without Inductor nothing is recomputed: an unfused graph gains nothing from it.
     """
-    from torch._functorch.partitioners import default_partition
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
 
@@ -31,7 +31,7 @@ def partition(
         fake_mode = fake_mode_of(values)
         if not inductor:
             with unsynced_tracing_context(fake_mode):  # see below
-                return default_partition(
+                return as_written(
                     joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
                 )
         with V.set_fake_mode(fake_mode):
@@ -44,6 +44,24 @@ def partition(
                 num_fwd_outputs=num_forward_outputs,
                 static_lifetime_input_indices=list(static_inputs),
             )
+
+
+def as_written(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """torch's default partitioner, which computes again what is marked so, and nothing else.
+
+    What a marked node reads has to be marked, too, or to be kept: a region's results that selective checkpointing keeps, and those
+    of operators with several of which one is written to a buffer.
+    """
+    from torch._functorch.partitioners import default_partition
+
+    for node in joint.graph.find_nodes(op="call_function", target=operator.getitem):
+        if is_marked(node) and not is_marked(node.args[0]):
+            node.meta.pop("recompute")
+    for node in joint.graph.nodes:
+        source = node.args[0] if node.target is operator.getitem else node
+        if node.op == "call_function" and not must_keep(node) and not is_marked(source) and any(map(is_marked, node.users)):
+            node.meta.update(SAVE)
+    return default_partition(joint, inputs, **options)
 
 
 def min_cut(joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:

@@ -39,17 +39,23 @@ def recompute_mark(region: int) -> dict[str, Any]:
     return _policy("MUST_RECOMPUTE", region)
 
 
+def is_marked(node: fx.Node) -> bool:
+    """Whether a node is to be computed again, by itself; see `is_recomputed`."""
+    policy = getattr(node.meta.get("recompute"), "name", "")
+    return node.op == "call_function" and policy in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+
+
 def is_recomputed(node: fx.Node) -> bool:
     """Whether the backward computes a node of the forward again instead of being given its result.
 
     A result that a later region reads, which is computed again, too, is kept: the partitioner has each region start from there.
     """
-    return _is_marked(node) and not _starts_a_region(node)
+    return is_marked(node) and not _starts_a_region(node)
 
 
 def is_kept(node: fx.Node) -> bool:
     """Whether a node is one whose result the forward gives the backward, by what is known before partitioning."""
-    return getattr(node.meta.get("recompute"), "name", "") == "MUST_SAVE" or (_is_marked(node) and _starts_a_region(node))
+    return getattr(node.meta.get("recompute"), "name", "") == "MUST_SAVE" or (is_marked(node) and _starts_a_region(node))
 
 
 def in_region(node: fx.Node) -> bool:
@@ -61,12 +67,7 @@ def in_region(node: fx.Node) -> bool:
 
 
 def _starts_a_region(node: fx.Node) -> bool:
-    return any(_is_marked(user) and _is_later(user, node) for user in node.users)
-
-
-def _is_marked(node: fx.Node) -> bool:
-    policy = getattr(node.meta.get("recompute"), "name", "")
-    return node.op == "call_function" and policy in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+    return any(is_marked(user) and _is_later(user, node) for user in node.users)
 
 
 def _is_later(node: fx.Node, other: fx.Node) -> bool:
