@@ -49,8 +49,8 @@ def partition(
 def as_written(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's default partitioner, which computes again what is marked so, and nothing else.
 
-    What a marked node reads has to be marked, too, or to be kept: a region's results that selective checkpointing keeps, and those
-    of operators with several of which one is written to a buffer.
+    What a marked node reads has to be marked, too, or kept: results of a region that selective checkpointing keeps, and those of
+    an operator with several of which one is written to a buffer.
     """
     from torch._functorch.partitioners import default_partition
 
