@@ -113,7 +113,8 @@ def capacity(
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
     if steep:
         kinds = {name: value * (1 + DEEPER * k / len(kinds)) for k, (name, value) in enumerate(kinds.items())}
-    makes_room = steep and max(inner, key=lambda name: norms.get(name, 0.0)) in reachable
+    steepest = max(inner, key=lambda name: norms.get(name, 0.0)) if steep else ""
+    makes_room = steepest in reachable
     if makes_room:
         enough = by.flat * unit / by.steep
         kinds |= {name: kinds[name] * min((norms.get(name) or enough) / enough, 1.0) for name in sizes}
@@ -129,7 +130,8 @@ def capacity(
         values |= dict.fromkeys(idle, 0.0)
         source += ", matrices of few rows 0"
     largest = max(values.values(), default=1.0) or 1.0
-    return Importance({name: value / largest for name, value in values.items()}, source, dict(norms))
+    missed = steepest if reachable and not makes_room else ""
+    return Importance({name: value / largest for name, value in values.items()}, source, dict(norms), missed=missed)
 
 
 def _steep(norms: Sequence[float], unit: float) -> bool:

@@ -112,6 +112,15 @@ class FlopsLimit:
         Raises:
             BudgetError: it allows none; states the smallest feasible fraction.
         """
+        missed = (importance.missed, self._fraction_of(importance.missed)) if importance.missed else None
+        return replace(self._selected(importance), missed=missed)
+
+    def _fraction_of(self, name: str) -> float:
+        """The smallest budget, in hundredths, that reaches a tensor."""
+        flops = self.profile.forward + self.profile.cost([name]) - max(0, self.likely_saved)
+        return math.ceil(100 * self.part(flops)) / 100
+
+    def _selected(self, importance: Importance) -> Selection:
         assert self.plan.budget.flops is not None
         values = [importance.values.get(name, 0.0) for name in self.profile.order]
         spare, found = self.likely_saved, None

@@ -36,12 +36,14 @@ class Importance:
         source: what it was computed from, for the report.
         norms: of the gradients that were measured for it, by parameter name.
         probed: there was no loss, and random gradients of the outputs stood in.
+        missed: the matrix in which the loss is by far the steepest, if the budget does not reach it; else "".
     """
 
     values: dict[str, float]
     source: str
     norms: dict[str, float] = field(default_factory=dict)
     probed: bool = False
+    missed: str = ""
 
     def of(self, names: Iterable[str]) -> float:
         """Of these together; to the last bit the same in whatever order they come, as sets have none."""

@@ -35,6 +35,8 @@ class Selection:
         value: sum of the importance.
         solver: what found it.
         gap: how far, relatively, the value may be from the optimum; inf if not proven.
+        missed: the matrix in which the loss is by far the steepest, where the budget does not reach it, and the fraction that
+            does.
     """
 
     names: tuple[str, ...]
@@ -43,6 +45,7 @@ class Selection:
     value: float
     solver: str
     gap: float
+    missed: tuple[str, float] | None = None
 
 
 def select(

@@ -25,6 +25,8 @@ class SelectionSummary:
         alternatives: the same of simple rules at the same FLOPs.
         cliffs: fractions of a full step's FLOPs just below which a large part no longer fits.
         next_better: the fraction above the budget's that gains most per FLOP, with its value; None where none stands out.
+        missed: the matrix in which the loss is by far the steepest and that the budget does not reach, as where inputs are unlike
+            those of pre-training, and the fraction that reaches it; None where there is none.
     """
 
     rule: str
@@ -32,6 +34,7 @@ class SelectionSummary:
     alternatives: dict[str, float]
     cliffs: tuple[float, ...]
     next_better: Worth | None
+    missed: tuple[str, float] | None = None
 
 
 def summarise_selection(plan: Plan, flops: FlopProfile) -> SelectionSummary | None:
@@ -47,9 +50,8 @@ def summarise_selection(plan: Plan, flops: FlopProfile) -> SelectionSummary | No
     alternatives, curve = _compared(backward_costs(flops), values, tuple(shapes[n] for n in flops.order), plan.budget.flops)
     value = math.fsum(v for name, v in zip(flops.order, values, strict=True) if name in set(plan.selection.names))
     total = math.fsum(values) or 1.0
-    return SelectionSummary(
-        plan.importance.source, value / total, dict(alternatives), cliffs(curve), next_better(curve, plan.budget.flops)
-    )
+    better, missed = next_better(curve, plan.budget.flops), plan.selection.missed
+    return SelectionSummary(plan.importance.source, value / total, dict(alternatives), cliffs(curve), better, missed)
 
 
 @functools.lru_cache(maxsize=8)  # a report may be asked for in every step
@@ -75,4 +77,7 @@ def selection_lines(summary: SelectionSummary) -> list[str]:
         lines.append(f"  cliffs         a large part no longer fits below flops={', '.join(f'{c:.2f}' for c in summary.cliffs)}")
     if (better := summary.next_better) is not None:
         lines.append(f"  next better    flops={better.flops:.2f} would train {in_percent(better.value)}")
+    if summary.missed is not None:
+        name, flops = summary.missed
+        lines.append(f"  out of reach   the loss is by far the steepest in {name}: try flops={flops:.2f} or more")
     return lines

@@ -230,14 +230,21 @@ def test_the_loss_is_seen_to_be_steep_in_the_first_layer_when_the_budget_does_no
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first = "bert.embeddings.word_embeddings.weight"
-    trained = {}
+    trained, missed = {}, {}
     for steepness in (1.0, 7.0):
 
         def norms(model: Any, args: Any, kwargs: Any, names: Any, *_: Any, steepness: float = steepness) -> dict[str, float]:
             return {name: steepness if name == first else 1.0 for name in names}
 
         monkeypatch.setattr("graphopt.planner.rating.gradient_norms", norms)
-        trained[steepness] = graphopt.optimize(*zoo.make("bert"), 0.4, backend="aot_eager").selected
+        opt = graphopt.optimize(*zoo.make("bert"), 0.4, backend="aot_eager")
+        trained[steepness], missed[steepness] = opt.selected, opt.report.selection.missed
+    assert missed[1.0] is None
+    name, flops = missed[7.0]
+    assert name == first
+    assert f"steepest in {first}: try flops={flops:.2f} or more" in " ".join(str(opt.report).split())
+    for budget, told in ((flops, None), (flops - 0.02, (first, flops))):
+        assert graphopt.optimize(*zoo.make("bert"), budget, backend="aot_eager").report.selection.missed == told, budget
     assert not any("embeddings" in name for names in trained.values() for name in names)
     query = "bert.encoder.layer.1.attention.self.query.weight"
     assert query in trained[7.0]
