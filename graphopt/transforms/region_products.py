@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.flops import node_flops
 from graphopt.analysis.saved import recomputed
-from graphopt.compat import KEEP, is_kept, is_recomputed
+from graphopt.compat import KEEP, SAVE, is_kept, is_recomputed
 from graphopt.graph import TrainingGraph, ancestors
 
 
@@ -30,9 +30,10 @@ def keep_last_products(graph: TrainingGraph) -> TrainingGraph:
     while stack:
         node = stack.pop()
         if _is_repeatable(node):
-            results = [node] if isinstance(node.meta.get("val"), Tensor) else node.users  # no tuple can be kept
-            for result in (*results, *kept.intersection(node.all_input_nodes)):  # those were kept as a region starts with `node`
+            for result in [node] if isinstance(node.meta.get("val"), Tensor) else node.users:  # no tuple can be kept
                 result.meta.update(KEEP)
+            for source in kept.intersection(node.all_input_nodes):  # they are kept as a region starts with `node`
+                source.meta.update(SAVE)
         elif node_flops(node) == 0 and node not in kept:
             fresh = [source for source in node.all_input_nodes if source not in seen and source not in again]
             seen.update(fresh)
