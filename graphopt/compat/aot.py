@@ -182,12 +182,12 @@ def _without_inductor(
     from torch._dynamo.backends.common import aot_autograd
 
     def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        from graphopt.compat.inductor import as_written
+        from graphopt.compat.inductor import as_marked
 
         with lazy_graph_modules():
             if hooks is not None:
                 joint = _rewritten(joint, num_fwd_outputs, hooks)
-            forward, backward = as_written(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
+            forward, backward = as_marked(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         if hooks is not None:
             hooks.halves(forward, backward)
         return forward, backward

@@ -21,7 +21,7 @@ def partition(
     """Split a joint graph into forward and backward graphs; `inductor` also runs its joint passes and min-cut.
 
     The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
-    the tangents. Without Inductor nothing is recomputed: an unfused graph gains nothing from it.
+    the tangents. Without Inductor only what is marked is computed again: an unfused graph gains nothing from more.
     """
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
@@ -31,7 +31,7 @@ def partition(
         fake_mode = fake_mode_of(values)
         if not inductor:
             with unsynced_tracing_context(fake_mode):  # see below
-                return as_written(
+                return as_marked(
                     joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
                 )
         with V.set_fake_mode(fake_mode):
@@ -46,7 +46,7 @@ def partition(
             )
 
 
-def as_written(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def as_marked(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's default partitioner, which computes again what is marked so, and nothing else.
 
     What a marked node reads has to be marked, too, or kept: results of a region that selective checkpointing keeps, and those of
