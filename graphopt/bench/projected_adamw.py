@@ -35,7 +35,7 @@ class ProjectedAdamW(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     matrix = p.dim() == 2 and min(p.shape) > self.rank
-                    wide = p.dim() < 2 or p.shape[0] <= p.shape[1]
+                    wide = p.dim() != 2 or p.shape[0] <= p.shape[1]
                     direction = self._direction(p, p.grad if wide else p.grad.t(), matrix, group)
                     p.add_(direction if wide else direction.t(), alpha=-group["lr"])
 

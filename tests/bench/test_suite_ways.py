@@ -68,11 +68,11 @@ def test_a_rotation_changes_layers_after_its_period() -> None:
 
 @pytest.mark.parametrize("make", [GaloreAdamW, ApolloAdamW])
 def test_projected_states_are_small_and_a_tall_matrix_is_stepped_as_its_transpose(make: Callable[..., Any]) -> None:
-    wide, tall, bias = (nn.Parameter(torch.zeros(shape)) for shape in ((6, 20), (20, 6), (20,)))
+    wide, tall, bias, kernel = (nn.Parameter(torch.zeros(shape)) for shape in ((6, 20), (20, 6), (20,), (20, 1, 1, 1)))
     gradients = [torch.randn(6, 20) for _ in range(3)]
-    optimizers = [make([wide, bias], lr=0.1, rank=2), make([tall], lr=0.1, rank=2)]
+    optimizers = [make([wide, bias, kernel], lr=0.1, rank=2), make([tall], lr=0.1, rank=2)]
     for gradient in gradients:
-        wide.grad, tall.grad, bias.grad = gradient, gradient.t(), gradient[0]
+        wide.grad, tall.grad, bias.grad, kernel.grad = gradient, gradient.t(), gradient[0], gradient[0].view_as(kernel)
         for optimizer in optimizers:
             torch.manual_seed(0)
             optimizer.step()
@@ -84,6 +84,7 @@ def test_projected_states_are_small_and_a_tall_matrix_is_stepped_as_its_transpos
         ordinary.grad = gradient[0]
         adam.step()
     torch.testing.assert_close(bias, ordinary)
+    torch.testing.assert_close(kernel.flatten(), ordinary)
 
 
 def test_apollo_with_a_rank_as_large_as_the_matrix_scales_channels_as_adam_does() -> None:
