@@ -269,16 +269,16 @@ class OptimizedModule(PlannedModule):
 
     def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile | None) -> None:
         """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
-        before, known = self.selected, {p.name for p in self._graph.parameters}
-        planned = {p.name for p in graph.parameters}
+        before, known, planned = self.selected, {p.name for p in self._graph.parameters}, {p.name for p in graph.parameters}
         self.__dict__.update(_plan=plan, _graph=graph, _profile=profile, _last_step=None)
         if planned != known:
             self.__dict__["_running"] = None  # it trains what the plan did not know
+        dropped = (before | (planned - known)) - self.selected
         for name, parameter in self._model.named_parameters():
-            if name not in self.selected and (name in before or name in planned - known):
+            if name in dropped:
                 parameter.grad = None
         for state in self.states.values():
-            state.clear_gradients(before - self.selected)
+            state.clear_gradients(dropped)
             state.selected(self.selected - before)
 
     def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
