@@ -234,8 +234,9 @@ def eager(model: Network, inputs: tuple[Tensor, ...], selected: Collection[str] 
 
 
 def requiring(run: Run) -> list[bool]:
-    """Which outputs and inputs require a gradient."""
-    return [t.requires_grad for t in [*pytree.tree_leaves(run.outputs), *run.inputs] if isinstance(t, Tensor)]
+    """Which outputs and inputs require a gradient; an output that is a parameter of the model stays as the user has it."""
+    every = [*pytree.tree_leaves(run.outputs), *run.inputs]
+    return [isinstance(t, nn.Parameter) or t.requires_grad for t in every if isinstance(t, Tensor)]
 
 
 def optimized(model: Network, request: Request, expected: Run) -> Any:
