@@ -20,7 +20,7 @@ from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.paper_rules import PaperProfile, paper_profile
 from graphopt.analysis.step_memory import step_memory
-from graphopt.budget import Budget
+from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
 from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph, require_same_weights
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 def optimize(
     model: nn.Module,
     example_inputs: Any,
-    budget: Budget | float | None = None,
+    budget: Limits = None,
     passes: str | Sequence[str | Pass] = "auto",
     backend: Backend = "inductor",
     *,
@@ -79,7 +79,7 @@ def optimize(
     Args:
         model: any module with trainable parameters; it is not changed, and shares its tensors with the result.
         example_inputs: one batch, as a tuple (`model(*inputs)`) or a dict (`model(**inputs)`), labels included.
-        budget: what a step may cost; a bare number is `Budget(flops=...)`; None compiles without approximation.
+        budget: what a step may cost: a `Budget`, its `flops`, "auto" (see `Budget.or_more`), or None: nothing is approximated.
         passes: "auto" for those that the budget needs, or names and pass objects.
         backend: "inductor", "aot_eager", or a callable `(gm, inputs) -> callable`.
         optimizer: tensors that it does not hold are not selected. `GreenTrainer(rule="greentrainer")` rates tensors by its next

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from graphopt.errors import BudgetError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+
+AUTO = 0.5
+"""Part of the FLOPs that `budget="auto"` begins with."""
 
 _MOST = 2**62  # bytes; sums of more would leave 64 bits
 
@@ -22,6 +26,8 @@ class Budget:
         flops: forward and backward FLOPs as a fraction of full training's, in (0, 1] (GreenTrainer's rho).
         memory: peak bytes on the device: an int, or a text such as "24GiB".
         variance: extra gradient variance as a fraction of the mini-batch's own (VCAS's tau), positive.
+        or_more: a plan may take more than `flops`: the least that trains anything, or what trains well the matrix in which the
+            loss is by far the steepest. `budget="auto"` is `Budget(flops=0.5, or_more=True)`.
     Raises:
         BudgetError: a value outside its range.
     """
@@ -29,6 +35,7 @@ class Budget:
     flops: float | None = None
     memory: int | str | None = None
     variance: float | None = None
+    or_more: bool = False
 
     def __post_init__(self) -> None:
         if self.flops is not None and not (_is_number(self.flops) and 0 < self.flops <= 1):
@@ -37,24 +44,32 @@ class Budget:
             )
         if self.variance is not None and not (_is_number(self.variance) and self.variance > 0):
             raise BudgetError(f"variance={self.variance!r} must be a positive number, for instance 0.025.")
+        if self.or_more and self.flops is None:
+            raise BudgetError("or_more=True needs flops=: the fraction that more than may be taken.")
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_bytes(self.memory))
 
     @classmethod
-    def of(cls, value: Budget | float | None) -> Budget:
-        """A budget from what `optimize` accepts: a Budget, a bare FLOPs fraction, or None for no limit."""
+    def of(cls, value: Limits) -> Budget:
+        """A budget from what `optimize` accepts: a Budget, a bare FLOPs fraction, "auto", or None for no limit."""
         if value is None:
             return cls()
+        if isinstance(value, str) and value == "auto":
+            return cls(flops=AUTO, or_more=True)
         if isinstance(value, Budget):
             return value
         if _is_number(value):
             return cls(flops=value)
-        raise BudgetError(f"budget={value!r} is neither a graphopt.Budget nor a number such as 0.5.")
+        raise BudgetError(f"budget={value!r} is neither a graphopt.Budget, nor a number such as 0.5, nor 'auto'.")
 
     def stated(self) -> dict[str, float | int]:
         """The dimensions that are limited."""
         fields = {"flops": self.flops, "memory": self.memory, "variance": self.variance}
         return {name: value for name, value in fields.items() if isinstance(value, (int, float))}
+
+
+Limits: TypeAlias = Budget | float | Literal["auto"] | None
+"""What `optimize` takes for a budget."""
 
 
 def _is_number(value: object) -> bool:

@@ -36,6 +36,14 @@ def test_a_bare_number_is_a_flops_fraction(value: float) -> None:
     assert Budget.of(value) == Budget(flops=value)
 
 
+def test_a_budget_by_itself_begins_with_half_of_the_flops_and_may_be_raised() -> None:
+    assert Budget.of("auto") == Budget(flops=0.5, or_more=True)
+    with pytest.raises(BudgetError, match="or_more=True needs flops="):
+        Budget(or_more=True)
+    with pytest.raises(BudgetError, match="nor 'auto'"):
+        Budget.of("automatic")  # type: ignore[arg-type]
+
+
 def test_fields_that_no_pass_serves_are_refused_not_ignored() -> None:
     with pytest.raises(BudgetError, match="served by no pass"):
         resolve_passes([], Budget(variance=0.1))

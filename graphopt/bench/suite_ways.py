@@ -208,7 +208,8 @@ def one_block(layers: Sequence[nn.Module], others: Sequence[nn.Module], seed: in
 
 WAYS: dict[str, Way] = {
     "exact": exact,
-    "auto": within(graphopt.Budget(flops=FLOPS)),
+    "auto": within(graphopt.Budget.of("auto")),
+    "flops=0.5": within(graphopt.Budget(flops=FLOPS)),
     "flops=0.4": within(graphopt.Budget(flops=0.4)),
     "flops=0.7": within(graphopt.Budget(flops=0.7)),
     "vcas": within(graphopt.Budget(variance=VARIANCE), [Vcas(every=50, alpha=0.03, beta=0.85)]),  # for short training

@@ -36,7 +36,7 @@ from graphopt.runtime.disabled import switched_off
 logger = logging.getLogger(__name__)
 
 _TRAINED = WeakIdKeyDictionary()
-"""Per parameter: the budget under which it was considered, and whether it is trained."""
+"""Per parameter: the budget under which it was considered, the one that was granted, and whether it is trained."""
 
 
 def graphopt_backend(
@@ -101,15 +101,16 @@ def _planned(
     budget, held = plan.budget, _Parameters(trained)
     known = {name: _TRAINED.get(tensor) for name, tensor in trained.items()}
     if all(entry is not None and entry[0] == budget for entry in known.values()):
-        names = frozenset(name for name, entry in known.items() if entry and entry[1])
-        plan = Plan(budget, plan.passes, names, memory=MemoryLimit.of(budget, backend))
+        names = frozenset(name for name, entry in known.items() if entry and entry[2])
+        granted = next(entry[1] for entry in known.values() if entry)
+        plan = Plan(granted, plan.passes, names, memory=MemoryLimit.of(granted, backend))
         for rewrite in plan.passes:
             plan = technique(rewrite).measured(plan, graph, dict(trained))
         plan = within_memory(plan, graph)
     else:
         plan = make_plan(held, (), {}, graph, budget, plan.passes, None, None, backend, lambda _: "")
     for name, tensor in trained.items():
-        _TRAINED[tensor] = (budget, plan.train is None or name in plan.train)
+        _TRAINED[tensor] = (budget, plan.budget, plan.train is None or name in plan.train)
     return plan
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt.budget import Budget
+from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.errors import InputError
 from graphopt.integrations.asked import Asked, begin, own_optimizer
@@ -133,7 +133,7 @@ def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     loader: Any,
-    budget: Budget | float | None = None,
+    budget: Limits = None,
     passes: str | Sequence[str | Pass] = "auto",
     backend: Backend = "inductor",
     *,

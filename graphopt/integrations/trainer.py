@@ -18,7 +18,7 @@ import transformers
 from torch import nn
 from transformers.trainer_callback import CallbackHandler
 
-from graphopt.budget import Budget
+from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.compat.fsdp import is_sharded
 from graphopt.errors import GraphoptError, InputError, PassError
@@ -65,7 +65,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def __init__(
         self,
-        budget: Budget | float | OptimizedModule | None = None,
+        budget: Limits | OptimizedModule = None,
         passes: str | Sequence[str | Pass] = "auto",
         backend: Backend = "inductor",
         *,

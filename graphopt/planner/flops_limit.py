@@ -16,7 +16,7 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes.technique import technique
-from graphopt.planner.costs import BackwardCosts, backward_costs
+from graphopt.planner.costs import BackwardCosts, backward_costs, smallest_ratio
 from graphopt.planner.importance import Importance
 from graphopt.planner.plan import Plan
 from graphopt.planner.selection import Selection, infeasible, select
@@ -177,18 +177,25 @@ class FlopsLimit:
             return Selection((), 0, self.part(self.profile.forward), 0.0, "the cheapest tensor", math.inf)
         return Selection((name,), self.profile.cost([name]), self.part(flops), value, "the cheapest tensor", math.inf)
 
-    def _infeasible(self) -> BudgetError:
-        assert self.plan.budget.flops is not None
+    @cached_property
+    def smallest(self) -> float:
+        """The smallest budget that trains anything, rounded up to 4 digits."""
         if not self.likely_saved and not self.gained:
-            return infeasible(self.costs, self.plan.budget.flops)
+            return smallest_ratio(self.costs)
         fewest = self.step_flops(frozenset([self._cheapest]))
         units = math.ceil(self.part(fewest) * 10_000)
         full = backward_costs(self.captured)
         if self.captured.forward + full.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
             units += 1
+        return units / 10_000
+
+    def _infeasible(self) -> BudgetError:
+        assert self.plan.budget.flops is not None
+        if not self.likely_saved and not self.gained:
+            return infeasible(self.costs, self.plan.budget.flops)
         return BudgetError(
             f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with all that is exact done and "
-            f"gradients compressed as planned. Smallest feasible: {units / 10_000}."
+            f"gradients compressed as planned. Smallest feasible: {self.smallest}."
         )
 
 

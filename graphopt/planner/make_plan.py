@@ -27,6 +27,9 @@ from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan
 from graphopt.planner.rating import rate_tensors, selecting_of, without_gradients
 
+BEYOND = 0.1
+"""Part of the FLOPs that a raised budget has beyond what reaches the steepest matrix: that one alone trains no network."""
+
 
 def make_plan(
     model: nn.Module,
@@ -95,9 +98,13 @@ def _with_selection(
     if selecting is not None and selecting.train is not None:
         check_given(selecting.train, plan, graph)
         return replace(plan, train=frozenset(selecting.train))
-    if plan.budget.flops is None:
+    asked = plan.budget.flops
+    if asked is None:
         return plan
     limit = FlopsLimit(plan, graph, flop_profile(graph))
+    if plan.budget.or_more and limit.smallest > asked:
+        plan = replace(plan, budget=replace(plan.budget, flops=limit.smallest))
+        limit = replace(limit, plan=plan)
     if (ranks or Ranks.alone()).same(limit.everything_fits, "selecting"):
         return plan
     names = limit.reachable()
@@ -108,4 +115,10 @@ def _with_selection(
             "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "
             "optimizer=None to rate tensors by their squared gradient."
         )
+    if plan.budget.or_more and selection.missed is not None:
+        name, reaching = selection.missed
+        raised = replace(plan, budget=replace(plan.budget, flops=min(1.0, round(reaching + BEYOND, 2)), or_more=False))
+        plan = _with_selection(raised, model, args, kwargs, graph, optimizer, loss, ranks)
+        told = plan.selection and replace(plan.selection, raised=(name, asked))
+        return replace(plan, budget=replace(plan.budget, or_more=True), selection=told)
     return replace(plan, train=frozenset(selection.names), selection=selection, importance=importance)

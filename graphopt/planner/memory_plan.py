@@ -245,8 +245,8 @@ def planned(
         value = math.fsum(problem.importance[k] for k in allocation.train)
         cost = problem.costs.cost(allocation.train)
         ratio = problem.costs.part(problem.costs.forward_flops + cost)
-        missed = None if plan.selection is None else plan.selection.missed
-        selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap, missed)
+        before = (None, None) if plan.selection is None else (plan.selection.missed, plan.selection.raised)
+        selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap, *before)
         plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
     return adopted(plan, Found(smaller, recomputed))
 

@@ -37,6 +37,7 @@ class Selection:
         gap: how far, relatively, the value may be from the optimum; inf if not proven.
         missed: the matrix in which the loss is by far the steepest, where the budget does not reach it, and the fraction that
             does.
+        raised: the same where the budget was raised to train that matrix well, and the fraction that it was raised from.
     """
 
     names: tuple[str, ...]
@@ -46,6 +47,7 @@ class Selection:
     solver: str
     gap: float
     missed: tuple[str, float] | None = None
+    raised: tuple[str, float] | None = None
 
 
 def select(

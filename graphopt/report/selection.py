@@ -27,6 +27,7 @@ class SelectionSummary:
         next_better: the fraction above the budget's that gains most per FLOP, with its value; None where none stands out.
         missed: the matrix in which the loss is by far the steepest and that the budget does not reach, as where inputs are unlike
             those of pre-training, and the fraction that reaches it; None where there is none.
+        raised: that matrix where the budget was raised to train it well, and the fraction that was asked for.
     """
 
     rule: str
@@ -35,6 +36,7 @@ class SelectionSummary:
     cliffs: tuple[float, ...]
     next_better: Worth | None
     missed: tuple[str, float] | None = None
+    raised: tuple[str, float] | None = None
 
 
 def summarise_selection(plan: Plan, flops: FlopProfile) -> SelectionSummary | None:
@@ -50,8 +52,9 @@ def summarise_selection(plan: Plan, flops: FlopProfile) -> SelectionSummary | No
     alternatives, curve = _compared(backward_costs(flops), values, tuple(shapes[n] for n in flops.order), plan.budget.flops)
     value = math.fsum(v for name, v in zip(flops.order, values, strict=True) if name in set(plan.selection.names))
     total = math.fsum(values) or 1.0
-    better, missed = next_better(curve, plan.budget.flops), plan.selection.missed
-    return SelectionSummary(plan.importance.source, value / total, dict(alternatives), cliffs(curve), better, missed)
+    better, chosen = next_better(curve, plan.budget.flops), plan.selection
+    rule, others = plan.importance.source, dict(alternatives)
+    return SelectionSummary(rule, value / total, others, cliffs(curve), better, chosen.missed, chosen.raised)
 
 
 @functools.lru_cache(maxsize=8)  # a report may be asked for in every step
@@ -80,4 +83,7 @@ def selection_lines(summary: SelectionSummary) -> list[str]:
     if summary.missed is not None:
         name, flops = summary.missed
         lines.append(f"  out of reach   the loss is by far the steepest in {name}: try flops={flops:.2f} or more")
+    if summary.raised is not None:
+        name, flops = summary.raised
+        lines.append(f"  raised         from flops={flops:.2f}: does not reach {name}, in which the loss is by far the steepest")
     return lines

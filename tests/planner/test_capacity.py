@@ -251,6 +251,35 @@ def test_the_loss_is_seen_to_be_steep_in_the_first_layer_when_the_budget_does_no
     assert query not in trained[1.0]
 
 
+def test_a_budget_that_may_be_raised_reaches_the_matrix_in_which_the_loss_is_steepest(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = "bert.embeddings.word_embeddings.weight"
+
+    def norms(model: Any, args: Any, kwargs: Any, names: Any, *_: Any) -> dict[str, float]:
+        return {name: 7.0 if name == first else 1.0 for name in names}
+
+    budget = graphopt.Budget(flops=0.4, or_more=True)
+    flat = graphopt.optimize(*zoo.make("bert"), 0.4, backend="aot_eager")
+    assert graphopt.optimize(*zoo.make("bert"), budget, backend="aot_eager").selected == flat.selected
+    monkeypatch.setattr("graphopt.planner.rating.gradient_norms", norms)
+    model, inputs = zoo.make("bert")
+    _, reaching = graphopt.optimize(model, inputs, 0.4, backend="aot_eager").report.selection.missed
+    opt = graphopt.optimize(model, inputs, budget, backend="aot_eager")
+    assert opt.report.budget == {"flops": pytest.approx(min(1.0, reaching + 0.1))}
+    assert first in opt.selected
+    assert opt.report.selection.missed is None
+    assert opt.report.selection.raised == (first, 0.4)
+    assert f"from flops=0.40: does not reach {first}" in " ".join(str(opt.report).split())
+    assert not opt.reselect(inputs, tolerance=0.0).changed
+
+
+def test_a_budget_that_may_be_raised_is_at_least_what_trains_anything() -> None:
+    model, inputs = zoo.make("bert")
+    with pytest.raises(graphopt.BudgetError, match="Smallest feasible"):
+        graphopt.optimize(model, inputs, 0.01, backend="aot_eager")
+    opt = graphopt.optimize(model, inputs, graphopt.Budget(flops=0.01, or_more=True), backend="aot_eager")
+    assert 0.01 < opt.report.flops_ratio <= opt.report.budget["flops"] < 0.5
+
+
 def test_selecting_anew_counts_rows_as_selecting_does() -> None:
     model, inputs = zoo.make("bert")
     opt = graphopt.optimize(model, inputs, 0.45, backend="aot_eager")
