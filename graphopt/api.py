@@ -29,8 +29,8 @@ from graphopt.distributed.sharded import budget_for, to_be_averaged
 from graphopt.distributed.tensor_parallel import is_divided, require_ranks, require_undivided
 from graphopt.distributed.together import ranks_for
 from graphopt.errors import InputError, NothingToPlan, PassError
-from graphopt.frontend.accepted import require_module, require_no_mesh, require_one_replica, require_storage, training_mode
-from graphopt.frontend.planning_graph import analysed, for_parts, left_to_eager_mode, planning_graph
+from graphopt.frontend.accepted import require_bare, require_module, require_no_mesh, require_storage, training_mode
+from graphopt.frontend.planning_graph import analysed, for_parts, planning_graph
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
@@ -118,7 +118,7 @@ def optimize(
     check_backend(backend)
     args, kwargs = as_call(example_inputs)
     require_storage(model)
-    require_one_replica(model)
+    require_bare(model)
     ranks = ranks_for(model, mesh, group)
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, model)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
@@ -151,7 +151,7 @@ def optimize(
             plan = plan_of_rank_0(plan, ranks, chosen, "planning")
     seconds = time.perf_counter() - start - capture_seconds
     opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph, ranks)
-    unplanned = () if recording is None else (*recording.unplanned, left_to_eager_mode(model, graph))
+    unplanned = () if recording is None else recording.unplanned
     unaveraged = to_be_averaged(model) if mesh is None and ranks.several else ""
     for told in filter(None, (*unplanned, unlimited, unaveraged)):
         opt.note(told)

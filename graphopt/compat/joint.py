@@ -137,8 +137,10 @@ def _explain_graph_break(error: Exception) -> str:
             "that line is a library's. If it only prepares something, run the model once before; otherwise set the model up so "
             "that it is not reached"
         )
+    if "backwards hooks" in reason:
+        remedy = "register the hook on the model itself, or a tensor hook on an output, or remove it before optimize()"
     where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
-    return f"the model cannot be captured as one graph{where}. Reason: {reason}. Remedy: {remedy}."
+    return f"the model cannot be captured as one graph{where}. Reason: {reason.rstrip('.')}. Remedy: {remedy}."
 
 
 def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[Tensor]) -> JointExport:

@@ -10,6 +10,7 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.errors import GraphoptError, InputError
+from graphopt.runtime.shared_module import SharedModule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -37,8 +38,15 @@ def require_module(model: Any) -> None:
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
 
 
-def require_one_replica(model: nn.Module) -> None:
-    """Raise `InputError` where a model is a wrapper that spreads batches over devices."""
+def require_bare(model: nn.Module) -> None:
+    """Raise `InputError` where a model is a wrapper that spreads batches over devices, or where `optimize` returned a part."""
+    for name, module in model.named_modules():
+        if issubclass(type(module), SharedModule):
+            what = f"its part {name}" if name else "it"
+            raise InputError(
+                f"the model cannot be optimised: {what} is optimised already, under a plan of its own. Pass the model that "
+                "optimize() was given there, or the whole with that model in its place; or train the whole as it is."
+            )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
             f"a {type(model).__name__} spreads batches over devices, which a captured step would not. Pass the model that it "

@@ -87,7 +87,9 @@ class PlanBackend:
         unread = written - parameters - {None}
         read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] not in unread]
         communicates = found.graph is not None and any(collective_of(node.target) for node in found.graph.graph.nodes)
-        return _Made(found, run, _sources(found, trained) if cuts else (), read, communicates)
+        planned = cuts and found.graph is not None
+        untrained = [i for i, name in enumerate(region.names) if name in parameters and name not in trained] if planned else []
+        return _Made(found, run, _sources(found, trained) if cuts else (), read, communicates, untrained)
 
     def needless(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Positions of inputs that require a gradient, but only for what the plan does not train, or for nothing at all."""
@@ -184,6 +186,7 @@ class _Made:
         sources: by output that reads no parameter that is trained, the inputs that it reads.
         read: positions of its inputs that are tensors, without buffers that it changes.
         communicates: its backward does, and errors of other ranks are still to become our own there.
+        untrained: positions of the parameters that get no gradient from it.
     """
 
     region: CompiledRegion
@@ -191,6 +194,7 @@ class _Made:
     sources: Sequence[tuple[int, tuple[int, ...]]]
     read: Sequence[int]
     communicates: bool
+    untrained: Sequence[int]
     _answers: bool = False
 
     def node_of(self, outputs: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -293,7 +297,7 @@ class _Regions:
     @staticmethod
     def _run(made: _Made, args: tuple[Any, ...], host: Host) -> Any:
         with observed_by(host.modes) if host.modes else contextlib.nullcontext():
-            outputs = made.run(*args)
+            outputs = made.run(*_without_hooks(made.untrained, args))
         if made.communicates:
             made.tell_of_ranks(outputs, args)
         return outputs
@@ -312,6 +316,17 @@ class _Regions:
         if key == (region.names, kind):
             self._known[tuple([id(args[i]) for i in self._held]), kind] = made
         return made
+
+
+def _without_hooks(untrained: Sequence[int], args: tuple[Any, ...]) -> Sequence[Any]:
+    """The arguments, detached where a parameter gets no gradient and has hooks: autograd would call these with None."""
+    hooked = [i for i in untrained if args[i]._backward_hooks or args[i]._post_accumulate_grad_hooks]
+    if not hooked:
+        return args
+    given = list(args)
+    for i in hooked:
+        given[i] = args[i].detach()
+    return given
 
 
 def _cut(made: _Made, outputs: Any, args: tuple[Any, ...]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -23,6 +24,7 @@ from graphopt.errors import (
     first_line,
     forget_frames,
 )
+from graphopt.frontend.eager_parts import left_to_eager_mode
 from graphopt.frontend.recording import Recording, record, runs
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass
@@ -67,25 +69,14 @@ def planning_graph(
                 raise error from second
             raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
         forget_frames(error)
-    return recording.graph, recording
+    untraced = left_to_eager_mode(model, recording.graph)
+    return recording.graph, replace(recording, unplanned=(*recording.unplanned, *filter(None, [untraced])))
 
 
 def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
     """The joint graph of a model that is not held by it."""
     trace = functools.partial(capture, model, args, kwargs, batch_dim)
     return planning_graph(model, trace, args, kwargs, batch_dim)[0]
-
-
-def left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:
-    """What to tell of parameters in no part that torch.compile traces; "" if there are none."""
-    known = {p.name for p in graph.parameters}
-    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in known]
-    if not others:
-        return ""
-    return (
-        f"torch.compile traces no use of {len(others)} parameters for the example batch (the first is {others[0]}). Those that "
-        "are used all the same, in eager mode or on a branch that other batches take, are trained, and not planned or counted"
-    )
 
 
 def _is_hopeless(model: nn.Module) -> bool:

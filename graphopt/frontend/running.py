@@ -23,6 +23,7 @@ from graphopt.frontend.attributes import have_changed
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
 from graphopt.frontend.compiled_region import CompiledRegion, Places, Ran
+from graphopt.frontend.eager_parts import UNCOMPILED, no_longer_traced
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import tensor_names
@@ -278,14 +279,13 @@ class Running:
         self._checked.add(key)
         self._broken = self._broken or graph_breaks() != self._breaks
         if not self._ran:
-            self.note(
-                "a step ran uncompiled: torch.compile compiles nothing here, or has compiled this model too often for what "
-                "changes from step to step. TORCH_LOGS=recompiles says what"
-            )
+            self.note(UNCOMPILED)
         seen = {p.name for region in self._ran for p in region.region.parameters}
-        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
-        if plan.train is not None and (self._broken or not trainable & self._planned <= seen | plan.train):
+        missing = self._planned.intersection(n for n, p in self.model.named_parameters() if p.requires_grad) - seen
+        if plan.train is not None and (self._broken or not missing <= plan.train):
             self.drop_unselected()
+            if self._broken and missing and self._differentiated is not None:  # it was one graph
+                self.note(no_longer_traced(missing))
 
     def _as_step(self, plan: Plan) -> RegionStep | None:
         """The step that has just run, the same object for the same regions."""

@@ -10,6 +10,7 @@ meet the one that is stated.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 import graphopt
-from graphopt.errors import InputError
+from graphopt.budget import Budget
+from graphopt.errors import BudgetError, InputError
 from graphopt.passes.technique import technique
 from graphopt.planner.importance import Importance
 from graphopt.planner.plan import Plan
@@ -151,13 +153,7 @@ def _plan_state(plan: Plan) -> _PlanState:
 
 def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any]) -> Plan:
     """`plan` with the decisions of a checkpoint."""
-    ours = _plan_state(plan)
-    if repr(saved.budget) != repr(ours.budget):
-        stated = [", ".join(f"{k}={v}" for k, v in b.items() if v is not None) or "none" for b in (saved.budget, ours.budget)]
-        raise InputError(
-            f"it was saved under another budget ({stated[0]}; this model has {stated[1]}), which its decisions would not meet: "
-            "call optimize() with the budget that it was saved under."
-        )
+    ours, budget = _plan_state(plan), _budget(saved.budget, plan.budget)
     if repr(saved.passes) != repr(ours.passes):
         raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
     chosen = set() if saved.selection is None else set(saved.selection.names)
@@ -173,12 +169,29 @@ def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any])
             decisions.pop(rewrite.name, None)
     return replace(
         plan,
+        budget=budget,
         train=saved.train,
         selection=saved.selection,
         importance=saved.importance,
         not_separable=saved.not_separable,
         decisions=decisions,
     )
+
+
+def _budget(saved: Mapping[str, Any], ours: Budget) -> Budget:
+    """The budget of a checkpoint, which has to be ours; of one that may be raised, with what it was raised to there."""
+    both = [dict(saved), to_plain(ours)]
+    if ours.or_more and saved.get("or_more") is True:
+        with contextlib.suppress(BudgetError):
+            ours = replace(ours, flops=saved.get("flops"))
+            both[1] = to_plain(ours)
+    stated = [", ".join(f"{k}={v!r}" for k, v in b.items() if v is not None and v is not False) or "none" for b in both]
+    if stated[0] != stated[1]:
+        raise InputError(
+            f"it was saved under another budget ({stated[0]}; this model has {stated[1]}), which its decisions would not meet: "
+            "call optimize() with the budget that it was saved under."
+        )
+    return ours
 
 
 def _loading(plan: Plan) -> list[Any]:

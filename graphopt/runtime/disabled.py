@@ -25,6 +25,7 @@ from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
+from graphopt.runtime.forward import untraced
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
 
@@ -64,7 +65,8 @@ class DisabledModule(OptimizedModule):
         """The model's forward."""
         if self._running is None or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        return self._running(self._plan, args, kwargs)
+        run = self._running
+        return untraced(run, self._plan, args, kwargs) if torch.compiler.is_compiling() else run(self._plan, args, kwargs)
 
     @property
     def selected(self) -> frozenset[str]:

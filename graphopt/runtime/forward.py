@@ -5,10 +5,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from graphopt.runtime.shared_module import SharedModule
+
+
+@torch.compiler.disable
+def untraced(step: Callable[..., Any], *args: Any) -> Any:
+    """`step(*args)` where torch.compile traces what calls an optimised model, which is compiled by itself."""
+    return step(*args)
 
 
 class Forward:

@@ -36,6 +36,7 @@ from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.forward import untraced
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.planned_module import PlannedModule
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
@@ -109,6 +110,11 @@ class OptimizedModule(PlannedModule):
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return untraced(self._in_turn, args, kwargs)
+        return self._in_turn(args, kwargs)
+
+    def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._turn:
             return self._step(args, kwargs)
 

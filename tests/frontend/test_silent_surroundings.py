@@ -72,6 +72,34 @@ def test_backward_hooks_run_even_if_they_come_later() -> None:
     assert_steps_as_in_eager(first, X, plainly)
 
 
+def test_of_a_module_with_backward_hooks_that_come_later_it_is_told_that_the_budget_is_not_kept() -> None:
+    model = Two()
+    opt = graphopt.optimize(model, X, budget=0.7, backend="aot_eager")
+    opt(*X).backward()
+    assert not opt.report.notes
+    model.b.register_full_backward_hook(lambda module, gin, gout: None)
+    opt(*X).backward()
+    assert any("backward hooks" in note and "whatever the budget" in note for note in opt.report.notes)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_parameters_that_are_not_trained_are_not_called(kind: str, late: bool) -> None:
+    model = Two()
+    opt = graphopt.optimize(model, X, budget=0.7, backend="aot_eager")
+    assert opt.selected < {name for name, _ in model.named_parameters()}
+    called: list[str] = []
+    for step in range(3):
+        if step == int(late):
+            for name, p in model.named_parameters():
+                getattr(p, kind)(lambda _, name=name: called.append(name))
+        called.clear()
+        model.zero_grad()
+        opt(*X).backward()
+    assert set(called) == opt.selected
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == opt.selected
+
+
 def test_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     class Environment(Two):
         def forward(self, x: Tensor) -> Tensor:

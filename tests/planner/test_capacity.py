@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -251,7 +252,9 @@ def test_the_loss_is_seen_to_be_steep_in_the_first_layer_when_the_budget_does_no
     assert query not in trained[1.0]
 
 
-def test_a_budget_that_may_be_raised_reaches_the_matrix_in_which_the_loss_is_steepest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_may_be_raised_reaches_the_matrix_in_which_the_loss_is_steepest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     first = "bert.embeddings.word_embeddings.weight"
 
     def norms(model: Any, args: Any, kwargs: Any, names: Any, *_: Any) -> dict[str, float]:
@@ -270,6 +273,15 @@ def test_a_budget_that_may_be_raised_reaches_the_matrix_in_which_the_loss_is_ste
     assert opt.report.selection.raised == (first, 0.4)
     assert f"from flops=0.40: does not reach {first}" in " ".join(str(opt.report).split())
     assert not opt.reselect(inputs, tolerance=0.0).changed
+    opt.save_state(tmp_path / "state")
+    monkeypatch.undo()  # measured now, nothing is steep: what was saved counts
+    again = graphopt.optimize(*zoo.make("bert"), budget, backend="aot_eager")
+    assert again.selected == flat.selected
+    again.load_state(tmp_path / "state")
+    assert (again.selected, again.report.budget) == (opt.selected, opt.report.budget)
+    stated = graphopt.optimize(*zoo.make("bert"), opt.report.budget["flops"], backend="aot_eager")
+    with pytest.raises(graphopt.InputError, match="another budget .*or_more=True; this"):
+        stated.load_state(tmp_path / "state")
 
 
 def test_a_budget_that_may_be_raised_is_at_least_what_trains_anything() -> None:

@@ -119,9 +119,12 @@ def step(model: Network, call: nn.Module, inputs: tuple[Tensor, ...]) -> Run:
     with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
         outputs = call(*given)
         model.loss_of(outputs).backward()
-    values = pytree.tree_map(
-        lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, outputs
-    )
+
+    def copied(value: Any) -> Any:  # a parameter among the outputs is the user's own, whether it is trained or not
+        own = isinstance(value, nn.Parameter)
+        return value.detach().clone().requires_grad_(own or value.requires_grad) if isinstance(value, Tensor) else value
+
+    values = pytree.tree_map(copied, outputs)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     return Run(values, buffers, {n: p.grad for n, p in model.named_parameters()}, counter.get_total_flops(), given)
 
@@ -234,9 +237,8 @@ def eager(model: Network, inputs: tuple[Tensor, ...], selected: Collection[str] 
 
 
 def requiring(run: Run) -> list[bool]:
-    """Which outputs and inputs require a gradient; an output that is a parameter of the model stays as the user has it."""
-    every = [*pytree.tree_leaves(run.outputs), *run.inputs]
-    return [isinstance(t, nn.Parameter) or t.requires_grad for t in every if isinstance(t, Tensor)]
+    """Which outputs and inputs require a gradient."""
+    return [t.requires_grad for t in [*pytree.tree_leaves(run.outputs), *run.inputs] if isinstance(t, Tensor)]
 
 
 def optimized(model: Network, request: Request, expected: Run) -> Any:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
-from graphopt import PassError
+from graphopt import InputError, PassError
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.runtime.bounded_cache import BoundedCache
@@ -31,6 +31,35 @@ def test_it_shares_tensors_keys_and_attributes_with_the_model() -> None:
     state = {k: torch.zeros_like(v) for k, v in model.state_dict().items()}
     opt.load_state_dict(state)
     assert all(not p.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("whole", [lambda opt: opt, lambda opt: nn.Sequential(opt, nn.Linear(1, 1))])
+@pytest.mark.parametrize("ran", [False, True])
+def test_torch_compile_of_what_holds_an_optimised_model(whole: Any, ran: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(3, 4)
+    opt = graphopt.optimize(model, (x,), budget=0.7, backend="aot_eager")
+    if ran:
+        opt(x).sum().backward()
+    outer = whole(opt)
+    compiled = torch.compile(outer, backend="aot_eager")
+    for _ in range(3):
+        model.zero_grad()
+        found = compiled(x)
+        found.square().mean().backward()
+        torch.testing.assert_close(found, outer(x))
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == opt.selected
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), outer(x))
+
+
+def test_what_is_optimised_already_is_refused() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1)), torch.randn(3, 4)
+    opt = graphopt.optimize(model, (x,), budget=0.9, backend="aot_eager")
+    with pytest.raises(InputError, match="it is optimised already.*Pass the model"):
+        graphopt.optimize(opt, (x,), backend="aot_eager")
+    with pytest.raises(InputError, match="its part 1 is optimised already"):
+        graphopt.optimize(nn.Sequential(nn.Linear(4, 4), opt), (x,), backend="aot_eager")
+    graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager")(x).sum().backward()
 
 
 def test_parts_of_a_sequence_are_found_as_in_the_model() -> None:
