@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
 from graphopt.compat import keeps_graph, on_compiled_autograd, pytree, wrap_backward
@@ -57,12 +57,14 @@ def unasked(output: Tensor) -> Tensor:
 def with_backward(output: Any, expected: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
     """Within what Dynamo traces: the output, without a backward for the leaves that are not `expected`, and their positions.
 
-    An output that does not begin with a scalar is left as it is: no output can be taken for the loss.
+    An output that does not begin with a scalar is left as it is: no output can be taken for the loss. A parameter among the
+    leaves is returned as itself.
     """
     leaves, spec = _flatten(output)
     if len(leaves) < 2 or not isinstance(leaves[0], Tensor) or leaves[0].dim() > 0 or not leaves[0].requires_grad:
         return output, ()
-    positions = tuple(i for i, leaf in enumerate(leaves) if i not in expected and isinstance(leaf, Tensor) and leaf.requires_grad)
+    others = [i for i, leaf in enumerate(leaves) if i not in expected and isinstance(leaf, Tensor) and leaf.requires_grad]
+    positions = tuple(i for i in others if not isinstance(leaves[i], nn.Parameter))
     for i in positions:
         leaves[i] = unasked(leaves[i])
     return _unflatten(leaves, spec), positions

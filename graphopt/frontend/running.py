@@ -89,7 +89,7 @@ class Running:
         self._planned = frozenset(planned)
         self._compiled: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(PLANS)
         self._checked: set[Hashable] = set()
-        self._steps: dict[Hashable, RegionStep] = {}
+        self._steps: BoundedCache[Hashable, RegionStep] = BoundedCache(PLANS)
         self._ran: list[CompiledRegion] = []
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._configs = caching_configs(model)
@@ -293,11 +293,11 @@ class Running:
         if not any(region.graph is not None for region in ran):
             return None
         key = (*map(id, ran), self._broken)
-        if key not in self._steps:
-            if len(self._steps) >= PLANS:
-                self._steps.clear()
-            self._steps[key] = RegionStep(plan, ran, deque(maxlen=32), self._broken)
-        return self._steps[key]
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps.put(key, RegionStep(plan, ran, deque(maxlen=32), self._broken))
+            step.tell_of_flops(self.note)
+        return step
 
     # What a backend asks for; see `Host`.
 

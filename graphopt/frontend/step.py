@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,6 +17,9 @@ from graphopt.frontend.compiled_region import CompiledRegion
 from graphopt.graph import TrainingGraph
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
+
+CLEARLY = 0.02
+"""Part of the FLOPs that a batch of another size may take more than the one that the plan was made for, without a warning."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,17 @@ class RegionStep:
             for report in region.reports:
                 merged[report.name] = _together(merged[report.name], report) if report.name in merged else report
         return tuple(merged.values())
+
+    def tell_of_flops(self, note: Callable[[str], None]) -> None:
+        """Note it if the step takes clearly more FLOPs than its plan's budget."""
+        limit, reports = self.plan.budget.flops, self.reports
+        whole = reports[0].step_flops_before if reports else 0
+        if limit is None or not whole or self.plan.measures or reports[-1].step_flops_after <= (limit + CLEARLY) * whole:
+            return
+        note(
+            f"a step takes {reports[-1].step_flops_after / whole:.2f} of the FLOPs, over flops={limit:.4g}: the plan was made "
+            "for a batch that needs less. Give optimize() one with as many labels, and as long, as training has"
+        )
 
     @cached_property
     def draws(self) -> bool:

@@ -114,6 +114,23 @@ def test_the_structure_and_the_other_values_are_the_models() -> None:
     assert ours["more"][0].requires_grad
 
 
+@pytest.mark.parametrize("budget", [None, 0.6])
+def test_a_parameter_among_the_outputs_is_returned_as_itself(budget: float | None) -> None:
+    class Shown(Heads):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {**super().forward(x), "weight": self.other.weight, "again": self.body.weight}
+
+    model = Shown()
+    opt = graphopt.optimize(model, X, budget=budget, backend="aot_eager")
+    for step in range(3):
+        model.zero_grad()
+        output = opt(rows(step))
+        assert output["weight"] is model.other.weight
+        assert output["again"] is model.body.weight
+        (output["loss"] + output["weight"].square().sum()).backward()
+        torch.testing.assert_close(model.other.weight.grad, 2 * model.other.weight.detach())
+
+
 def test_the_second_step_needs_no_rerun() -> None:
     """The step that is compiled for both runs the model once."""
     runs: list[int] = []

@@ -214,6 +214,18 @@ def test_beside_others(others: tuple[str, ...]) -> None:
     assert all(report.changes.changed for report in checks[-1].reports)
 
 
+def test_a_batch_whose_labels_need_more_than_the_budget_is_told_of_once() -> None:
+    model = LanguageModel()
+    opt = graphopt.optimize(model, prompts(labelled=2), 0.6, backend="aot_eager")
+    opt(*prompts(labelled=2)).backward()
+    assert not any("over flops" in note for note in opt.report.notes)
+    for _ in range(2):
+        opt(*prompts(labelled=8)).backward()
+    (note,) = [note for note in opt.report.notes if "over flops" in note]
+    assert f"a step takes {opt.report.flops_ratio:.2f} of the FLOPs, over flops=0.6" in note
+    assert opt.report.flops_ratio > 0.62
+
+
 def test_within_a_budget() -> None:
     model, batch = LanguageModel(), prompts()
     opt, whole = (graphopt.optimize(copy.deepcopy(model), batch, 0.6, p, "aot_eager") for p in ("auto", ["greentrainer"]))
