@@ -26,8 +26,8 @@ class Budget:
         flops: forward and backward FLOPs as a fraction of full training's, in (0, 1] (GreenTrainer's rho).
         memory: peak bytes on the device: an int, or a text such as "24GiB".
         variance: extra gradient variance as a fraction of the mini-batch's own (VCAS's tau), positive.
-        or_more: a plan may take more than `flops`: the least that trains anything, or what trains well the matrix in which the
-            loss is by far the steepest. `budget="auto"` is `Budget(flops=0.5, or_more=True)`.
+        or_more: a plan may take more than `flops`: the forward and a quarter of the backward, or what trains well the matrix in
+            which the loss is by far the steepest. `budget="auto"` is `Budget(flops=0.5, or_more=True)`.
     Raises:
         BudgetError: a value outside its range.
     """

@@ -189,6 +189,12 @@ class FlopsLimit:
             units += 1
         return units / 10_000
 
+    @cached_property
+    def sensible(self) -> float:
+        """The smallest budget that trains something beyond the forward: a quarter of the backward, rounded down to hundredths."""
+        quarter = self.captured.forward + (self.captured.step - self.captured.forward) // 4
+        return max(self.smallest, math.floor(100 * self.part(quarter)) / 100)
+
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
         if not self.likely_saved and not self.gained:

@@ -102,8 +102,8 @@ def _with_selection(
     if asked is None:
         return plan
     limit = FlopsLimit(plan, graph, flop_profile(graph))
-    if plan.budget.or_more and limit.smallest > asked:
-        plan = replace(plan, budget=replace(plan.budget, flops=limit.smallest))
+    if plan.budget.or_more and limit.sensible > asked:
+        plan = replace(plan, budget=replace(plan.budget, flops=limit.sensible))
         limit = replace(limit, plan=plan)
     if (ranks or Ranks.alone()).same(limit.everything_fits, "selecting"):
         return plan

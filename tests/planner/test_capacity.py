@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import OrderedDict
@@ -252,44 +253,60 @@ def test_the_loss_is_seen_to_be_steep_in_the_first_layer_when_the_budget_does_no
     assert query not in trained[1.0]
 
 
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
 def test_a_budget_that_may_be_raised_reaches_the_matrix_in_which_the_loss_is_steepest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    first = "bert.embeddings.word_embeddings.weight"
+    first, batch = "layers.0.weight", (torch.ones(4, 8),)
 
-    def norms(model: Any, args: Any, kwargs: Any, names: Any, *_: Any) -> dict[str, float]:
-        return {name: 7.0 if name == first else 1.0 for name in names}
+    def norms(model: Any, args: Any, kwargs: Any, names: Any, *_: Any, steepness: float) -> dict[str, float]:
+        return {name: steepness if name == first else 1.0 for name in names}
 
-    budget = graphopt.Budget(flops=0.4, or_more=True)
-    flat = graphopt.optimize(*zoo.make("bert"), 0.4, backend="aot_eager")
-    assert graphopt.optimize(*zoo.make("bert"), budget, backend="aot_eager").selected == flat.selected
-    monkeypatch.setattr("graphopt.planner.rating.gradient_norms", norms)
-    model, inputs = zoo.make("bert")
-    _, reaching = graphopt.optimize(model, inputs, 0.4, backend="aot_eager").report.selection.missed
-    opt = graphopt.optimize(model, inputs, budget, backend="aot_eager")
+    def optimized(budget: Any, steepness: float) -> Any:
+        monkeypatch.setattr("graphopt.planner.rating.gradient_norms", functools.partial(norms, steepness=steepness))
+        return graphopt.optimize(Deep(), batch, budget, backend="aot_eager")
+
+    flat = optimized("auto", 1.0)
+    least = flat.report.budget["flops"]
+    assert 0.5 <= least < 0.52  # the forward is a little over a third, and a quarter of the rest is added
+    assert flat.selected == optimized(least, 1.0).selected
+    _, reaching = optimized(least, 7.0).report.selection.missed
+    opt = optimized("auto", 7.0)
     assert opt.report.budget == {"flops": pytest.approx(min(1.0, reaching + 0.1))}
     assert first in opt.selected
     assert opt.report.selection.missed is None
-    assert opt.report.selection.raised == (first, 0.4)
-    assert f"from flops=0.40: does not reach {first}" in " ".join(str(opt.report).split())
-    assert not opt.reselect(inputs, tolerance=0.0).changed
+    assert opt.report.selection.raised == (first, 0.5)
+    assert f"from flops=0.50: does not reach {first}" in " ".join(str(opt.report).split())
+    assert not opt.reselect(batch, tolerance=0.0).changed
     opt.save_state(tmp_path / "state")
-    monkeypatch.undo()  # measured now, nothing is steep: what was saved counts
-    again = graphopt.optimize(*zoo.make("bert"), budget, backend="aot_eager")
-    assert again.selected == flat.selected
-    again.load_state(tmp_path / "state")
-    assert (again.selected, again.report.budget) == (opt.selected, opt.report.budget)
-    stated = graphopt.optimize(*zoo.make("bert"), opt.report.budget["flops"], backend="aot_eager")
+    flat.load_state(tmp_path / "state")  # nothing is steep there: what was saved counts
+    assert (flat.selected, flat.report.budget) == (opt.selected, opt.report.budget)
+    stated = optimized(opt.report.budget["flops"], 7.0)
     with pytest.raises(graphopt.InputError, match="another budget .*or_more=True; this"):
         stated.load_state(tmp_path / "state")
 
 
-def test_a_budget_that_may_be_raised_is_at_least_what_trains_anything() -> None:
+@pytest.mark.parametrize("frozen", ["", "layer.0"])
+def test_a_budget_that_may_be_raised_is_at_least_a_quarter_of_the_backward(frozen: str) -> None:
     model, inputs = zoo.make("bert")
+    for name, p in model.named_parameters():
+        p.requires_grad_(not frozen or (frozen not in name and "embeddings" not in name))
     with pytest.raises(graphopt.BudgetError, match="Smallest feasible"):
         graphopt.optimize(model, inputs, 0.01, backend="aot_eager")
     opt = graphopt.optimize(model, inputs, graphopt.Budget(flops=0.01, or_more=True), backend="aot_eager")
-    assert 0.01 < opt.report.flops_ratio <= opt.report.budget["flops"] < 0.5
+    forward = opt.flops.forward / opt.flops.step
+    assert opt.report.budget["flops"] == pytest.approx(forward + (1 - forward) / 4, abs=0.01)
+    assert 0.01 < opt.report.flops_ratio <= opt.report.budget["flops"]
+    assert opt.report.budget["flops"] > 0.5 if frozen else True
 
 
 def test_selecting_anew_counts_rows_as_selecting_does() -> None:
