@@ -13,7 +13,7 @@ from graphopt.passes.state import State
 from graphopt.passes.vcas.adaptation import Adaptation, ControllerState, Counts
 from graphopt.passes.vcas.calibration import Call, Measurement
 from graphopt.passes.vcas.measuring import MeasuringStep, measuring_step
-from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, pace, proposed
+from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, proposed
 from graphopt.passes.vcas.rewrite import ROWS, TOKENS
 from graphopt.passes.vcas.technique import Ratios, SampleSizes, Vcas
 from torch import Tensor
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 CALIBRATING = "calibrating the sampler"
 
-CORRECTIONS = (1, 1, 2, 2)
-"""By how many levels a calibration raises ratios that add too much, each time it has measured; then it leaves nothing out."""
+ATTEMPTS = 3
+"""Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
 
 MOST_VARIANTS = 8
 """Different sets of ratios that are ever compiled, the exact step among them."""
 
-WORTH_COMPILING = 0.05
+WORTH_COMPILING = 0.02
 """Least saving, in FLOPs of the full step, for which ratios are lowered to ones that have not been compiled yet."""
 
 
@@ -301,17 +301,14 @@ class SamplingController(State):
         fewest = 1.0 / (step.batch_size * max((tokens for tokens, _ in probe.tokens.values()), default=1))
         alpha = self.rewrite.alpha if for_rows else 0.0  # what may add no variance stays whole
         beta = self.rewrite.beta if for_terms else 1.0
-        last = self.history[-1] if self.history else None
-        down = alpha * (pace(last.rows_variance, for_rows) if last else 1)
-        shrink = beta ** (pace(last.tokens_variance, for_terms) if last else 1)
-        candidate = proposed(self.state, norms, probe.tokens, down, shrink, fewest)
-        for levels in CORRECTIONS:
+        candidate = proposed(self.state, norms, probe.tokens, alpha, beta, fewest)
+        for _ in range(ATTEMPTS):
             sample = functools.partial(measurement.sampled, exact, candidate.rounded)
             seen = Calibration.mean(ranks.gather(ranks.together(sample, CALIBRATING), CALIBRATING))
             self.counts.calibrating += len(batches)
             if not seen.comparable:
                 return seen
-            better = corrected(candidate, seen, self.state, norms, for_rows, for_terms, alpha, beta, levels)
+            better = corrected(candidate, seen, self.state, norms, for_rows, for_terms, alpha, beta)
             if better is candidate:
                 self.state = candidate
                 return seen

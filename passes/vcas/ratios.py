@@ -19,9 +19,6 @@ LEVELS = 8
 SMOOTHING = 0.6
 """How much of a ratio remains when it falls, as in the paper's code."""
 
-FASTEST = 4
-"""Steps of alpha and beta that one adaptation goes down at most."""
-
 
 @dataclass(frozen=True)
 class Norms:
@@ -150,20 +147,6 @@ def proposed(
     return SampleRatios(preserved, _rows(state, norms, preserved), tokens)
 
 
-def pace(variance: float, tolerance: float) -> int:
-    """How many steps to go down at once, from 1 to `FASTEST`.
-
-    The paper takes one, as it measures what is in force. Here ratios are measured before, so that none is too low for going fast.
-
-    Args:
-        variance: that the last adaptation measured with the ratios it settled on, as a part of the mini-batch's own.
-        tolerance: that may be added.
-    """
-    if not (variance > 0 and tolerance > 0):  # nothing was left out, or could be measured
-        return 1
-    return min(FASTEST, max(1, math.isqrt(int(min(tolerance / variance, FASTEST**2)))))
-
-
 def corrected(
     candidate: SampleRatios,
     seen: Calibration,
@@ -173,7 +156,6 @@ def corrected(
     for_terms: float,
     step: float = 0.01,
     factor: float = 0.95,
-    levels: int = 1,
 ) -> SampleRatios:
     """`candidate` with a higher ratio, as installed, wherever it would add too much variance (Eq. 5 and 7, the other way).
 
@@ -181,7 +163,6 @@ def corrected(
         seen: measured with `candidate`.
         state: the ratios until now, towards which rows are smoothed.
         for_rows, for_terms: parts of the mini-batch's own variance that rows may add, and terms to each weight's.
-        levels: by how many of `LEVELS` what adds too much is raised, at least.
     Returns:
         `candidate` itself where all is within the budget.
     """
@@ -189,20 +170,15 @@ def corrected(
     while not seen.rows_fit(for_rows) and preserved < 1.0:
         preserved = min(1.0, preserved + step)
         rows = _rows(state, norms, preserved)
-        if any(_raised(candidate.rows[n], r, levels) for n, r in rows.items()):
+        if any(bucket(r) > bucket(candidate.rows[n]) for n, r in rows.items()):
             break
     tokens = dict(candidate.tokens)
     for name in seen.too_few_terms(for_terms):
         before = tokens[name]
-        while tokens[name] < 1.0 and not _raised(before, tokens[name], levels):
+        while tokens[name] < 1.0 and bucket(tokens[name]) == bucket(before):
             tokens[name] = min(1.0, tokens[name] / factor)
     changed = (preserved, tokens) != (candidate.preserved, dict(candidate.tokens))
     return SampleRatios(preserved, rows, tokens) if changed else candidate
-
-
-def _raised(before: float, ratio: float, levels: int) -> bool:
-    """Whether a ratio, as installed, is so many levels above another."""
-    return (bucket(ratio) - bucket(before)) * LEVELS > levels - 0.5
 
 
 def _rows(state: SampleRatios, norms: Norms, preserved: float) -> dict[str, float]:

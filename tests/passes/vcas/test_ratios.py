@@ -13,7 +13,6 @@ from graphopt.passes.vcas.ratios import (
     bucket,
     corrected,
     kept_fraction,
-    pace,
     proposed,
 )
 from hypothesis import given, strategies as st
@@ -81,22 +80,6 @@ def test_too_much_variance_raises_what_adds_it_and_nothing_else(much: float) -> 
     assert terms.rounded.tokens["w"] == candidate.rounded.tokens["w"] + 1 / 8
     assert terms.rows == candidate.rows
     assert terms.preserved == candidate.preserved
-
-
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_a_correction_raises_by_as_many_levels_as_it_is_told(levels: int) -> None:
-    norms = chain(torch.ones(64))
-    state = SampleRatios(0.25, {"b0": 0.25}, {"w": 0.25})
-    candidate = proposed(state, norms, ["w"])
-    better = corrected(candidate, seen(9.0, 9.0), state, norms, 0.025, 0.025, levels=levels)
-    assert better.rounded.tokens["w"] == candidate.rounded.tokens["w"] + levels / 8
-    assert better.rounded.rows["b0"] == candidate.rounded.rows["b0"] + levels / 8
-
-
-def test_the_further_the_variance_is_below_what_is_allowed_the_faster_ratios_fall() -> None:
-    assert [pace(part * 0.04, 0.04) for part in (1e-300, 0.01, 1 / 17, 0.11, 0.24, 0.26, 1.0)] == [4, 4, 4, 3, 2, 1, 1]
-    assert [pace(variance, 0.04) for variance in (0.0, math.nan, math.inf)] == [1, 1, 1]
-    assert pace(0.01, 0.0) == 1
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=60))
