@@ -63,10 +63,10 @@ class RegionStep:
         return tuple(merged.values())
 
     def tell_of_flops(self, note: Callable[[str], None]) -> None:
-        """Note it if the step takes clearly more FLOPs than its plan's budget."""
-        limit, reports = self.plan.budget.flops, self.reports
+        """Note it if the step takes clearly more FLOPs than its plan's budget; parts by themselves say nothing of that."""
+        limit, reports = self.plan.budget.flops, () if self.broken or self.plan.measures else self.reports
         whole = reports[0].step_flops_before if reports else 0
-        if limit is None or not whole or self.plan.measures or reports[-1].step_flops_after <= (limit + CLEARLY) * whole:
+        if limit is None or not whole or reports[-1].step_flops_after <= (limit + CLEARLY) * whole:
             return
         note(
             f"a step takes {reports[-1].step_flops_after / whole:.2f} of the FLOPs, over flops={limit:.4g}: the plan was made "
