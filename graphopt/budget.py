@@ -29,7 +29,7 @@ class Budget:
         or_more: a plan may take more than `flops`: the forward and a quarter of the backward, or what trains well the matrix in
             which the loss is by far the steepest. `budget="auto"` is `Budget(flops=0.5, or_more=True)`.
     Raises:
-        BudgetError: a value outside its range.
+        BudgetError: a value outside its range, or `or_more` without `flops`.
     """
 
     flops: float | None = None

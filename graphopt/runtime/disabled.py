@@ -65,8 +65,7 @@ class DisabledModule(OptimizedModule):
         """The model's forward."""
         if self._running is None or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        run = self._running
-        return untraced(run, self._plan, args, kwargs) if torch.compiler.is_compiling() else run(self._plan, args, kwargs)
+        return untraced(self._running, self._plan, args, kwargs)
 
     @property
     def selected(self) -> frozenset[str]:

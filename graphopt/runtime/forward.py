@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from graphopt.runtime.shared_module import SharedModule
 
 
-@torch.compiler.disable
 def untraced(step: Callable[..., Any], *args: Any) -> Any:
-    """`step(*args)` where torch.compile traces what calls an optimised model, which is compiled by itself."""
+    """`step(*args)`, which is compiled by itself: torch.compile leaves it out where it traces what calls an optimised model."""
+    return _left_out(step, *args) if torch.compiler.is_compiling() else step(*args)
+
+
+@torch.compiler.disable
+def _left_out(step: Callable[..., Any], *args: Any) -> Any:
     return step(*args)
 
 

@@ -110,9 +110,7 @@ class OptimizedModule(PlannedModule):
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return untraced(self._in_turn, args, kwargs)
-        return self._in_turn(args, kwargs)
+        return untraced(self._in_turn, args, kwargs)
 
     def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._turn:

@@ -306,7 +306,7 @@ def test_a_budget_that_may_be_raised_is_at_least_a_quarter_of_the_backward(froze
     forward = opt.flops.forward / opt.flops.step
     assert opt.report.budget["flops"] == pytest.approx(forward + (1 - forward) / 4, abs=0.01)
     assert 0.01 < opt.report.flops_ratio <= opt.report.budget["flops"]
-    assert opt.report.budget["flops"] > 0.5 if frozen else True
+    assert (opt.report.budget["flops"] > 0.5) == bool(frozen)
 
 
 def test_selecting_anew_counts_rows_as_selecting_does() -> None:
