@@ -153,23 +153,26 @@ def bench_distributed(
 
 @bench_app.command("suite")
 def bench_suite(
-    tasks: Annotated[str, typer.Option(help="Of glosses, parts_of_speech, digits, definitions, with commas.")] = "",
+    tasks: Annotated[str, typer.Option(help="Of glosses, parts_of_speech, digits, definitions, smollm2, with commas.")] = "",
     ways: Annotated[str, typer.Option(help="Ways to train, with commas; all by default, and exact training.")] = "",
     steps: Annotated[int, typer.Option(min=0, help="Steps of exact training; 0: the task's own number.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Of each way at its best learning rate.")] = 3,
     time: Annotated[float, typer.Option(min=0.01, help="Part of exact training's time that every other way gets.")] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     backend: Annotated[str, typer.Option(help="inductor, or aot_eager to compile nothing.")] = "inductor",
+    keep_compiled: Annotated[bool, typer.Option("--keep-compiled", help="Use what earlier runs compiled.")] = False,
     out: Folder = Path("out/bench_suite"),
     as_json: AsJson = False,
 ) -> None:
     """What each way to fine-tune is worth at equal time: exact training, techniques, and what people use instead."""
     from graphopt.bench import suite
-    from graphopt.bench.selection_tasks import TASKS
+    from graphopt.bench.selection_tasks import SMALL
     from graphopt.lower import check_backend
 
     check_backend(backend)
-    settings = suite.Settings(tuple(_listed(tasks) or TASKS), tuple(_listed(ways) or ()), steps, seeds, time, threads, backend)
+    settings = suite.Settings(
+        tuple(_listed(tasks) or SMALL), tuple(_listed(ways) or ()), steps, seeds, time, threads, backend, keep_compiled
+    )
     _measure(lambda console: suite.run(settings, out, console), suite.show, None, as_json)
 
 
@@ -187,10 +190,10 @@ def bench_selection(
     """Which rule selects the tensors that train best at equal FLOPs: ours against simple ones, each at its best rate."""
     from graphopt.bench import selection
     from graphopt.bench.selection_run import RULES
-    from graphopt.bench.selection_tasks import TASKS
+    from graphopt.bench.selection_tasks import SMALL
 
     settings = selection.Settings(
-        tuple(_listed(tasks) or TASKS),
+        tuple(_listed(tasks) or SMALL),
         tuple(map(float, flops.split(","))),
         tuple(_listed(rules) or (*RULES, "full")),
         steps,

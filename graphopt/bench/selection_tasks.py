@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.bench.glosses import Batch, minilm_folder, pretrained_minilm, read
+from graphopt.bench.smollm2 import IGNORED, pretrained_smollm2, tokenizer
 from graphopt.errors import InputError
 
 BATCH = 32
@@ -26,6 +27,12 @@ BATCH = 32
 
 LENGTH = 32
 """Tokens of a text, at most."""
+
+PACKED = 128
+"""Tokens of a row of texts, one behind the other."""
+
+EVALUATED = 8000
+"""Tokens, at most, in a batch for evaluation."""
 
 POOL = 25
 """Batches of similar lengths are made of so many batches at a time."""
@@ -83,16 +90,19 @@ def batches(data: Batch, seed: int) -> Iterator[Batch]:
 def evaluate(model: nn.Module, data: Batch, size: int = 250) -> tuple[float, float]:
     """Accuracy in [0, 1] (of the next token, for a causal model) and mean loss, in eval mode; labels of -100 do not count."""
     model.eval()
+    device = next(model.parameters()).device
+    if "input_ids" in data:
+        size = min(size, EVALUATED // data["input_ids"].shape[1])
     right = counted = 0
     loss = 0.0
     with torch.no_grad():
         for chunk in _by_length(data, torch.arange(rows(data))).split(size):
-            batch = _cut({name: tensor[chunk] for name, tensor in data.items()})
+            batch = {name: tensor.to(device) for name, tensor in _cut({k: t[chunk] for k, t in data.items()}).items()}
             output, labels = model(**batch), batch["labels"]
             found = output.logits.argmax(-1)
             if labels.dim() == 2:
                 found, labels = found[:, :-1], labels[:, 1:]
-            wanted = labels != -100
+            wanted = labels != IGNORED
             right += int((found == labels)[wanted].sum())
             counted += int(wanted.sum())
             loss += float(output.loss) * int(wanted.sum())
@@ -218,12 +228,40 @@ def _definitions(folder: Path) -> Task:
     return Task(make_model, encoded("train", nouns=False), tuning, held_out, 2e-3, 300)
 
 
+def _smollm2(folder: Path) -> Task:
+    """SmolLM2-135M with its weights; WordNet's definitions, each behind its category, packed into rows without padding."""
+    tokenize = tokenizer()
+
+    def packed(part: str) -> Batch:
+        ids: list[int] = []
+        labels: list[int] = []
+        for prompt, answer in zip(*(tokenize(texts)["input_ids"] for texts in _prompted(part)), strict=True):
+            ids += prompt + answer
+            labels += [IGNORED] * len(prompt) + answer
+        whole = len(ids) // PACKED
+        return {k: torch.tensor(v[: whole * PACKED]).reshape(whole, PACKED) for k, v in (("input_ids", ids), ("labels", labels))}
+
+    validation = packed("validation")
+    tuning, held_out = _halves(validation, rows(validation) // 2)
+    return Task(lambda seed: pretrained_smollm2(), packed("train"), tuning, held_out, 4e-4, 300, "high")
+
+
+def _prompted(part: str) -> tuple[list[str], list[str]]:
+    """Categories as prompts, and what follows them."""
+    labels, texts = read(part)
+    return [f"{label}:" for label in labels], [f" {text}\n" for text in texts]
+
+
 TASKS: dict[str, Callable[[Path], Task]] = {
     "glosses": _glosses(parts_of_speech=False),
     "parts_of_speech": _glosses(parts_of_speech=True),
     "digits": _digits,
     "definitions": _definitions,
+    "smollm2": _smollm2,
 }
+
+SMALL = tuple(name for name in TASKS if name != "smollm2")
+"""Those that a CPU trains in minutes."""
 
 
 def _halves(data: Batch, first: int) -> tuple[Batch, Batch]:

@@ -24,6 +24,7 @@ from graphopt.bench.selection_tasks import TASKS, load
 from graphopt.bench.suite_run import Run, work
 from graphopt.bench.suite_ways import WAYS
 from graphopt.bench.tables import table
+from graphopt.bench.timing import this_device
 from graphopt.bench.tuning import best_rate, next_rate
 from graphopt.errors import GraphoptError
 
@@ -42,6 +43,7 @@ class Settings:
         steps: of exact training; 0: as many as the task has by default.
         seeds: of each way at its best learning rate.
         time, threads, backend: see `Run`.
+        keep_compiled: see `train`. Seconds of compiling are then not those of a first run.
     """
 
     tasks: tuple[str, ...]
@@ -51,6 +53,7 @@ class Settings:
     time: float
     threads: int
     backend: str
+    keep_compiled: bool = False
 
 
 def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
             def advance(done: int, line: TaskID = line) -> None:
                 bar.update(line, completed=done)
 
-            results.append(in_process(wanted, limit, folder, advance))
+            results.append(in_process(wanted, limit, folder, settings.keep_compiled, advance))
             append_row(file, results[-1])
             bar.remove_task(line)
     rows = compare(settings, results, rates, steps)
@@ -124,11 +127,12 @@ def _run(settings: Settings, task: str, way: str, rate: float, seed: int, steps:
 
 
 def _of(settings: Settings, results: Sequence[Result], task: str, way: str, steps: int) -> list[Result]:
-    """The finished runs of a way; those of exact training serve any part of its time."""
+    """The finished runs of a way on this kind of device; those of exact training serve any part of its time."""
     wanted = {"task": task, "way": way, "steps": steps, "threads": settings.threads, "backend": settings.backend}
     if way != "exact":
         wanted["time"] = settings.time
-    return [r for r in results if all(r[key] == value for key, value in wanted.items())]
+    here, _ = this_device()
+    return [r for r in results if r.get("device", "cpu") == here and all(r[key] == value for key, value in wanted.items())]
 
 
 def _tried(found: Sequence[Result]) -> dict[float, float]:
@@ -138,12 +142,14 @@ def _tried(found: Sequence[Result]) -> dict[float, float]:
 def _exact_seconds(results: Sequence[Result], run: Run) -> float:
     """Seconds of exact training with as many threads: the median of its runs, which learning rates do not change."""
     same = ("task", "steps", "threads", "backend")
-    return statistics.median(
-        r["seconds"] for r in results if r["way"] == "exact" and all(r[key] == getattr(run, key) for key in same)
-    )
+    here, _ = this_device()
+    found = [r for r in results if r["way"] == "exact" and r.get("device", "cpu") == here]
+    return statistics.median(r["seconds"] for r in found if all(r[key] == getattr(run, key) for key in same))
 
 
-def in_process(run: Run, limit: float | None, folder: Path, on_step: Callable[[int], object]) -> dict[str, Any]:
+def in_process(
+    run: Run, limit: float | None, folder: Path, keep_compiled: bool, on_step: Callable[[int], object]
+) -> dict[str, Any]:
     """The result of `train`, in a process of its own, so that its peak memory and its compilations are its own.
 
     Raises:
@@ -151,7 +157,7 @@ def in_process(run: Run, limit: float | None, folder: Path, on_step: Callable[[i
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(theirs, run, limit, folder))
+    process = context.Process(target=work, args=(theirs, run, limit, folder, keep_compiled))
     process.start()
     theirs.close()
     try:

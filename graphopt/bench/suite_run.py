@@ -8,6 +8,7 @@ work on the machine does not lengthen.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import statistics
@@ -62,17 +63,18 @@ class Run:
     backend: str
 
 
-def train(run: Run, limit: float | None, folder: Path, tell: Callable[[int], None]) -> dict[str, Any]:
+def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell: Callable[[int], None]) -> dict[str, Any]:
     """Train and measure, in a process that has done nothing else.
 
     Args:
         limit: seconds of training after which the run ends, if not by its steps; the learning rate follows whichever is nearer.
         folder: see `selection_tasks.load`.
+        keep_compiled: use what earlier runs compiled, and leave what this one compiles.
         tell: how many steps are done.
     """
     quiet_transformers()
     torch.set_num_threads(run.threads)
-    device, _ = this_device()
+    device, device_name = this_device()
     task = load(run.task, folder)
     torch.set_float32_matmul_precision(task.precision)
     model = task.make_model(run.seed).to(torch.device(device))
@@ -80,7 +82,7 @@ def train(run: Run, limit: float | None, folder: Path, tell: Callable[[int], Non
     data = batches(task.train, run.seed)
     seconds: list[float] = []
     curve: list[dict[str, float]] = []
-    with fresh_compiler_cache():
+    with contextlib.nullcontext() if keep_compiled else fresh_compiler_cache():
         begin, traced = now(device), seconds_compiling()
         prepared = WAYS[run.way](Start(model, _moved(task.example(), device), run.rate, run.seed, run.backend))
         compiling = max(prepared.compile_seconds(), seconds_compiling() - traced)
@@ -122,6 +124,9 @@ def train(run: Run, limit: float | None, folder: Path, tell: Callable[[int], Non
     opt = prepared.step if isinstance(prepared.step, graphopt.OptimizedModule) else None
     return {
         **asdict(run),
+        "device": device,
+        "device_name": device_name,
+        "kept_compiled": keep_compiled,
         "limit_seconds": limit,
         "taken_steps": len(seconds),
         "seconds": training,
@@ -139,10 +144,10 @@ def train(run: Run, limit: float | None, folder: Path, tell: Callable[[int], Non
     }
 
 
-def work(connection: Connection, run: Run, limit: float | None, folder: Path) -> None:
+def work(connection: Connection, run: Run, limit: float | None, folder: Path, keep_compiled: bool) -> None:
     """`train` in a process of its own: sends the number of steps after each one, and at last the result."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would write over the progress bar
-    connection.send(train(run, limit, folder, connection.send))
+    connection.send(train(run, limit, folder, keep_compiled, connection.send))
     connection.close()
 
 

@@ -92,6 +92,17 @@ def within(budget: graphopt.Budget, passes: Any = "auto") -> Way:
     return prepare
 
 
+def within_memory(part: float) -> Way:
+    """A budget of a part of the peak that exact training with AdamW is predicted to have."""
+
+    def prepare(start: Start) -> Prepared:
+        optimizer = _adamw(start.model, start.rate)
+        peak = graphopt.analyze(start.model, start.example, optimizer=optimizer).memory.peak_bytes
+        return within(graphopt.Budget(memory=int(part * peak)))(start)
+
+    return prepare
+
+
 def by_rule(rule: str) -> Way:
     """Tensors that a simple rule selects within the same FLOPs, counted after exact rewrites."""
 
@@ -211,7 +222,9 @@ WAYS: dict[str, Way] = {
     "auto": within(graphopt.Budget.of("auto")),
     "flops=0.5": within(graphopt.Budget(flops=FLOPS)),
     "flops=0.4": within(graphopt.Budget(flops=0.4)),
+    "flops=0.6": within(graphopt.Budget(flops=0.6)),
     "flops=0.7": within(graphopt.Budget(flops=0.7)),
+    "memory=0.5": within_memory(0.5),
     "vcas": within(graphopt.Budget(variance=VARIANCE), [Vcas(every=50, alpha=0.03, beta=0.85)]),  # for short training
     "lsp": compressed,
     "reordered LoRA": adapted(reordered=True),

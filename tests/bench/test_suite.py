@@ -14,6 +14,7 @@ from graphopt.bench import suite
 from graphopt.bench.glosses import correct, rate_factor
 from graphopt.bench.suite import Settings, compare, missing
 from graphopt.bench.suite_run import Run, peak_resident_bytes
+from graphopt.bench.timing import this_device
 from graphopt.errors import GraphoptError, InputError
 
 RATES, STEPS = {"digits": 1e-3}, {"digits": 10}
@@ -28,7 +29,7 @@ def finished(run: Run, seconds: float = 90.0, accuracies: tuple[float, ...] = (0
     ]
     last = accuracies[-1]
     return {
-        **asdict(run), "limit_seconds": None, "taken_steps": 2 * len(accuracies), "seconds": seconds, "compile_seconds": 10.0,
+        **asdict(run), "device": this_device()[0], "limit_seconds": None, "taken_steps": 2 * len(accuracies), "seconds": seconds, "compile_seconds": 10.0,
         "seconds_per_step": seconds / 2 / len(accuracies), "accuracy": last, "loss": 1 - last, "held_out": last - 0.1,
         "held_out_loss": 1.1 - last, "curve": curve, "peak_bytes": 10**8, "peak_rss_bytes": 10**9,
     }  # fmt: skip
@@ -99,7 +100,7 @@ class Runs:
     def __init__(self) -> None:
         self.asked: list[tuple[str, float | None]] = []
 
-    def __call__(self, run: Run, limit: float | None, folder: Path, on_step: Any) -> dict[str, Any]:
+    def __call__(self, run: Run, limit: float | None, folder: Path, keep_compiled: bool, on_step: Any) -> dict[str, Any]:
         self.asked.append((run.way, limit))
         on_step(1)
         return finished(run, 90.0 if run.way == "exact" else 60.0, (0.7 if run.rate == 1e-3 else 0.6,))
@@ -152,7 +153,7 @@ def test_what_is_unknown_or_something_else_is_refused(tmp_path: Path, runs: Runs
 
 def test_a_process_that_ends_without_a_result_is_reported(tmp_path: Path, capfd: Any) -> None:
     with pytest.raises(GraphoptError, match="nonsense on nothing ended with exit code 1"):
-        suite.in_process(Run("nothing", "nonsense", 1e-3, 0, 1, 1.0, 1, "aot_eager"), None, tmp_path, lambda done: None)
+        suite.in_process(Run("nothing", "nonsense", 1e-3, 0, 1, 1.0, 1, "aot_eager"), None, tmp_path, False, lambda done: None)
     assert "unknown task" in capfd.readouterr().err
 
 
