@@ -27,7 +27,7 @@ from graphopt.bench.memory import held_bytes
 from graphopt.bench.peak import peak_of
 from graphopt.bench.tables import table
 from graphopt.bench.timing import WARMUP, medians, this_device
-from graphopt.errors import BudgetError, InputError
+from graphopt.errors import GraphoptError, InputError
 from graphopt.integrations.models import quiet_transformers
 from graphopt.passes import Lsp, Vcas
 
@@ -125,7 +125,7 @@ def measure(name: str, size: Size, kinds: Sequence[str], repeats: int, device: s
         row = {"model": name, "variant": kind}
         try:
             ours = _variant(name, size, kind, device, theirs.peak)
-        except BudgetError as error:
+        except GraphoptError as error:
             yield {**row, "refused": str(error)}
             continue
         seconds = medians({"theirs": theirs.run, "ours": ours.run}, repeats, device)

@@ -198,7 +198,8 @@ class _Trial:
             rows = batch_dim(self.graph, node.meta["val"])
             if rows is None:
                 continue
-            exact = exact.unflatten(rows.dim, (-1, rows.inner)).index_select(rows.dim, torch.tensor(self.first))
+            first = torch.tensor(self.first, device=exact.device)
+            exact = exact.unflatten(rows.dim, (-1, rows.inner)).index_select(rows.dim, first)
             ours = ours.unflatten(rows.dim, (-1, rows.inner))
             either_way = (o.narrow(rows.dim, 0, len(self.first)) for o in (ours, ours.flip(rows.dim)))
             if not any(self._agree(o.double(), exact.double()) for o in either_way):

@@ -29,7 +29,8 @@ def finished(run: Run, seconds: float = 90.0, accuracies: tuple[float, ...] = (0
     ]
     last = accuracies[-1]
     return {
-        **asdict(run), "device": this_device()[0], "limit_seconds": None, "taken_steps": 2 * len(accuracies), "seconds": seconds, "compile_seconds": 10.0,
+        **asdict(run), "device": this_device()[0], "limit_seconds": None,
+        "taken_steps": 2 * len(accuracies), "seconds": seconds, "compile_seconds": 10.0,
         "seconds_per_step": seconds / 2 / len(accuracies), "accuracy": last, "loss": 1 - last, "held_out": last - 0.1,
         "held_out_loss": 1.1 - last, "curve": curve, "peak_bytes": 10**8, "peak_rss_bytes": 10**9,
     }  # fmt: skip
