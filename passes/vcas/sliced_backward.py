@@ -107,13 +107,17 @@ class RowLevels:
         self.graph.eliminate_dead_code()
 
     def _move(self, node: fx.Node, level: int | None) -> None:
-        """Have a node run on the rows of its level."""
+        """Have a node run on the rows of its level, or on all of them, the others' gradients being zero, and take those."""
         self.original_args[node] = node.args
-        node.args = self._inputs(node.args, level, node)
-        node.kwargs = self._inputs(node.kwargs, level, node)
-        if level is not None:
-            node.target = _of_any_layout(node.target)
-            node.meta["val"] = run_on_metadata(node.target, node.args, node.kwargs)
+        everywhere = draws_by_place(node)
+        node.args = self._inputs(node.args, None if everywhere else level, node)
+        node.kwargs = self._inputs(node.kwargs, None if everywhere else level, node)
+        if level is None or everywhere:
+            return
+        node.target = _of_any_layout(node.target)
+        node.meta["val"] = run_on_metadata(node.target, node.args, node.kwargs)
+        if any(draws_by_place(source) for source in node.all_input_nodes) and carries_batch(self.graph, self.value[node]):
+            self.sampled[node] = self.take(node, self.rows_of(node), self.rows[level], node.next)
 
     def _inputs(self, arguments: Any, level: int | None, anchor: fx.Node) -> Any:
         return fx.map_arg(arguments, lambda node: self._input(node, level, anchor))
@@ -255,12 +259,13 @@ class RowLevels:
         # Where something above put the rows back among all (a mean over the batch does), they are drawn from those.
         cut = self.cuts[level] = replace(self.cuts[level], parent=self.level[node])
         rows = self.rows_of(node)
+        node, key = self.sampled.get(node, node), node
         anchor = node.next
         positions, scale = self.draw(self, self.row_norms(node, rows, anchor), cut.expected, cut.count, anchor)
         self.positions[level] = self.rows[level] = positions
         if cut.parent is not None:
             self.rows[level] = self.emit(aten.index_select.default, (self.rows[cut.parent], 0, positions), anchor)
-        self.sampled[node] = self.scale_rows(self.take(node, rows, positions, anchor), rows, scale, anchor)
+        self.sampled[key] = self.scale_rows(self.take(node, rows, positions, anchor), rows, scale, anchor)
 
     def scale_rows(self, node: fx.Node, rows: BatchDim, scale: fx.Node, anchor: fx.Node) -> fx.Node:
         """A tensor with each sample multiplied by its entry of `scale`, in single precision where the tensor has less."""
@@ -273,6 +278,18 @@ class RowLevels:
         if dtype != value.dtype:
             scaled = self.emit(aten._to_copy.default, (scaled,), anchor, {"dtype": value.dtype})
         return self._join(scaled, rows, anchor)
+
+
+def draws_by_place(node: fx.Node) -> bool:
+    """Whether a backward draws the numbers of its forward again, each by its row's place in the batch.
+
+    Attention with dropout does, as fused kernels of GPUs have it.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::_scaled_dot_product") or not schema.name.endswith("_backward"):
+        return False
+    places = [i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p"]
+    return any(i < len(node.args) and node.args[i] for i in places)
 
 
 def _of_any_layout(target: Any) -> Any:
