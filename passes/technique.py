@@ -246,6 +246,10 @@ class Technique:
         """The plan in which it takes less memory for the same gradients, and some time for that; None: it cannot."""
         return None
 
+    def extra_seconds(self, plan: Plan, graph: TrainingGraph) -> float:
+        """What its decision takes in a step beyond its FLOPs, in seconds."""
+        return 0.0
+
     @classmethod
     def offered(cls, graph: TrainingGraph) -> Technique | None:
         """The technique as `graphopt.pareto` tries it on a graph, if it makes offers."""

@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.optimizers import Trained, optimizer_memory
 from graphopt.analysis.segments import find_segments
@@ -25,9 +27,15 @@ from graphopt.planner.plan import Plan
 from graphopt.planner.problem import Allocation, Problem, TensorBytes, evaluate
 from graphopt.planner.selection import Selection
 from graphopt.planner.solver import solve
+from graphopt.planner.step_time import machine_times
 
 ROUNDS = 8
 """Plans whose peak is predicted at most."""
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+SLOWER = 0.05
+"""Part of a step's time that finer forms may take before coarser ones are tried, which need more recomputation."""
 
 FEWEST = 1e-3
 """Importance that every tensor has at least, as a part of the largest, where nothing limits FLOPs: all training is wanted."""
@@ -56,7 +64,7 @@ def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importanc
         plan, least = forms[-1], finest
     if least > limit.peak_bytes or not _within_flops(plan, graph, profile):
         plan = _searched(plan, graph, limit, least, profile, rate)
-    return _coarsest(plan, forms, graph, limit)
+    return _quicker(_coarsest(plan, forms, graph, limit), forms, graph, limit, profile)
 
 
 def finer_plans(plan: Plan, graph: TrainingGraph) -> list[Plan]:
@@ -78,6 +86,35 @@ def _coarsest(plan: Plan, forms: Sequence[Plan], graph: TrainingGraph, limit: Me
         if candidate.key == plan.key or _predicted(candidate, graph, limit) <= limit.peak_bytes:
             return candidate
     return plan
+
+
+def _quicker(plan: Plan, forms: Sequence[Plan], graph: TrainingGraph, limit: MemoryLimit, profile: FlopProfile) -> Plan:
+    """The plan, or one that trains as much in less time, with a coarser form and more recomputation."""
+    if len(forms) == 1 or plan.train != forms[0].train or plan.without_approximations().passes != plan.passes:
+        return plan
+    taken = _seconds(plan, graph, profile)
+    for form in forms:
+        spare = _extra_seconds(plan, graph) - _extra_seconds(form, graph)
+        if spare <= SLOWER * taken:
+            return plan
+        attempt = _Attempt(form, graph, limit, _predicted(form, graph, limit), profile, offers_of(form, graph))
+        found = attempt.search(make_problem(form, graph, profile, None, replace(attempt.offers, smaller={})), train_all=True)
+        if found is not None:
+            return found if _seconds(found, graph, profile) < taken else plan
+    return plan
+
+
+def _seconds(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> float:
+    """Of a step at the rate of a large product, and of what its techniques take beside that; to compare plans by."""
+    products = [node.meta["val"] for node in graph.graph.nodes if node.target in PRODUCTS]
+    if not products:
+        return 0.0
+    smallest = min(products, key=lambda value: value.dtype.itemsize)
+    return dearest_step(plan, graph, profile) / machine_times(smallest.device, smallest.dtype).peak + _extra_seconds(plan, graph)
+
+
+def _extra_seconds(plan: Plan, graph: TrainingGraph) -> float:
+    return sum(technique(p).extra_seconds(plan, graph) for p in plan.passes)
 
 
 def _searched(

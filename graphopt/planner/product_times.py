@@ -41,14 +41,14 @@ class ProductTimes:
 
     @property
     def peak(self) -> float:
-        """FLOPs per second of a large product."""
-        size = 1024
+        """FLOPs per second of a product that is large for the device."""
+        size = 4096 if self.device.type == "cuda" else 1024
         return 2 * size**3 / self.product(size, size, size)
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second of copying a large tensor, reading and writing counted."""
-        count = 16 * 2**20 // self.dtype.itemsize
+        """Bytes per second of copying a tensor that is larger than the device's caches, reading and writing counted."""
+        count = (128 if self.device.type == "cuda" else 16) * 2**20 // self.dtype.itemsize
         return 2 * count * self.dtype.itemsize / self._time(f"copy {count}", lambda: self._copy(count))
 
     def product(self, m: int, k: int, n: int) -> float:

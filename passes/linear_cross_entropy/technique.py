@@ -100,6 +100,12 @@ class LinearCrossEntropy(Technique):
         tokens = max(chosen.get(head.name, head.tokens) for head in heads) // 2
         return plan.decided(self.name, Chunk(tokens)) if tokens >= LEAST_TOKENS else None
 
+    def extra_seconds(self, plan: Plan, graph: TrainingGraph) -> float:
+        """Of adding up, chunk after chunk, what is summed over tokens."""
+        chosen = self._chosen(plan, graph)
+        heads = [head for head in find_heads(prepared(graph))[0] if head.name in chosen] if chosen else []
+        return sum(-(-head.tokens // chosen[head.name]) * _seconds_per_chunk(head) for head in heads)
+
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[tuple[str, int], ...], tuple[()]]:
         """By head, how many tokens at a time."""
         return tuple(self._chosen(plan, graph).items()), ()
@@ -201,6 +207,15 @@ def _in_single_precision(head: Head) -> int:
 def _affordable(head: Head, graph: TrainingGraph) -> int:
     """Chunks for which adding up what is summed over tokens takes no more than `SLOWER` of the step's time."""
     value = head.loss.args[0].meta["val"]  # type: ignore[union-attr]
-    times = machine_times(value.device, value.dtype)
-    once = 2 * head.weights_bytes / times.bandwidth  # it is read, and written
-    return math.floor(SLOWER * flop_profile(graph).step / times.peak / once) if once else head.tokens
+    once = _seconds_per_chunk(head)
+    return math.floor(SLOWER * flop_profile(graph).step / machine_times(value.device, value.dtype).peak / once) if once else head.tokens
+
+
+def _seconds_per_chunk(head: Head) -> float:
+    """Of adding a chunk's part to what is summed over tokens. Parts of half precision are written and read before that."""
+    value = head.loss.args[0].meta["val"]  # type: ignore[union-attr]
+    sizes = [node.meta["val"].element_size() for node in head.sums]
+    numbers = head.weights_bytes // min(sizes, default=1)
+    half = min(sizes, default=4) < torch.float32.itemsize
+    moved = 2 * numbers * (torch.float32.itemsize + min(sizes)) if half else 2 * head.weights_bytes
+    return moved / machine_times(value.device, value.dtype).bandwidth

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from graphopt.passes import LinearCrossEntropy, Recompute
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
 from graphopt.frontend.running import FIRST_CALLS
 from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.product_times import ProductTimes
 from tests.measure import peak_and_rest
 from tests.passes.linear_cross_entropy.test_technique import LanguageModel, batch
 
@@ -65,3 +68,25 @@ def test_a_chunk_of_its_own_number_is_kept() -> None:
     opt = graphopt.optimize(LanguageModel(vocabulary=400), inputs, graphopt.Budget(memory="1GiB"), passes, backend="aot_eager")
     opt(*inputs).backward()
     assert opt.report.sections["linear_cross_entropy"]["chunks"] == {"head.weight": 2}
+
+
+@pytest.mark.parametrize(("flops_per_byte", "chunks"), [(1.0, 8), (1e4, 2)])
+def test_where_memory_is_slow_fewer_chunks_and_more_recomputation_are_chosen(
+    flops_per_byte: float, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every chunk adds its part to the weight's gradient: on a GPU, many chunks took longer than the rest of a step."""
+    monkeypatch.setattr(ProductTimes, "peak", 1e12)
+    monkeypatch.setattr(ProductTimes, "bandwidth", 1e12 / flops_per_byte)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=2048, use_cache=False))
+    ids = torch.randint(0, 2048, (4, 64))
+    inputs = {"input_ids": ids, "labels": ids.clone()}
+    whole = MemoryLimit(0, "aot_eager").peak_of(graphopt.analyze(model, inputs, backend="aot_eager").graph, 4)
+    opt = graphopt.optimize(model, inputs, graphopt.Budget(memory=int(0.8 * whole)), backend="aot_eager")
+    assert opt.report.sections["linear_cross_entropy"]["chunks"] == {"lm_head.weight": chunks}
+    assert ("recompute" in opt.report.passes) == (chunks == 2)
+    assert len(opt.selected) == len(list(model.parameters()))
+    opt(**inputs).loss.backward()
+    assert opt.last_step is not None
+    assert MemoryLimit(0, "aot_eager").peak_of(opt.last_step.graph, 4) <= 0.8 * whole
