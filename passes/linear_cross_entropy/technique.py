@@ -208,7 +208,8 @@ def _affordable(head: Head, graph: TrainingGraph) -> int:
     """Chunks for which adding up what is summed over tokens takes no more than `SLOWER` of the step's time."""
     value = head.loss.args[0].meta["val"]  # type: ignore[union-attr]
     once = _seconds_per_chunk(head)
-    return math.floor(SLOWER * flop_profile(graph).step / machine_times(value.device, value.dtype).peak / once) if once else head.tokens
+    whole = flop_profile(graph).step / machine_times(value.device, value.dtype).peak
+    return math.floor(SLOWER * whole / once) if once else head.tokens
 
 
 def _seconds_per_chunk(head: Head) -> float:
