@@ -71,6 +71,7 @@ SPEECH = (
 
 LARGER = {
     **dict.fromkeys((*SPEECH, "switch-transformers", "lora-gpt2", "adaption-prompt"), 0.75),
+    "reformer": 0.85,
     **dict.fromkeys(("vb-lora", "shira", "wave-ft"), 1.0),  # their gradients cost no product
 }
 """Budgets of cases for which `BUDGET` is infeasible, as the error says that they otherwise end with."""
