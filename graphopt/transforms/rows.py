@@ -18,29 +18,39 @@ Emit = Callable[[Any, tuple[Any, ...]], fx.Node]
 """(operator, arguments) -> a new node."""
 
 
-def some_rows(rules: Rules, node: fx.Node, axis: Axis, start: int, stop: int, emit: Emit) -> fx.Node:
+def some_rows(
+    rules: Rules, node: fx.Node, axis: Axis, start: int, stop: int, emit: Emit, size: int | fx.Node | None = None
+) -> fx.Node:
     """The rows `start` to `stop` (exclusive) of a tensor.
 
+    Args:
+        size: see `split_rows`.
     Raises:
         PassError: sizes beside the rows' dimension depend on the batch.
     """
-    split, dim = split_rows(rules, node, axis, rules.length, emit)
+    split, dim = split_rows(rules, node, axis, rules.length, emit, size)
     return joined_rows(emit(aten.slice.Tensor, (split, dim, start, stop)), node, axis, emit)
 
 
-def split_rows(rules: Rules, node: fx.Node, axis: Axis, length: int, emit: Emit) -> tuple[fx.Node, int]:
+def split_rows(
+    rules: Rules, node: fx.Node, axis: Axis, length: int, emit: Emit, size: int | fx.Node | None = None
+) -> tuple[fx.Node, int]:
     """A tensor of `length` rows with a dimension of its own for them, and which one that is.
 
+    Args:
+        length: as `rules` has it.
+        size: the same as a size in the graph; None: it is a number.
     Raises:
         PassError: see `some_rows`.
     """
     sizes = list(node.meta["val"].shape)
-    if axis.inner == 1 and sizes[axis.dim] == length:
+    if axis.inner == 1 and rules.shape(node)[axis.dim] == length:
         return node, axis.dim
+    there = length if size is None else size
     if all(axis.inner % prime for prime in PRIMES):
-        rows = [-1, length, *([axis.inner] if axis.inner > 1 else [])]
+        rows = [-1, there, *([axis.inner] if axis.inner > 1 else [])]
     else:  # the samples are between neighbouring rows, and their number is a symbol
-        rows = [rules.shape(node)[axis.dim] // (length * axis.inner), length, -1]
+        rows = [rules.shape(node)[axis.dim] // (length * axis.inner), there, -1]
     return emit(aten.reshape.default, (node, [*_known(sizes[: axis.dim]), *rows, *_known(sizes[axis.dim + 1 :])])), axis.dim + 1
 
 
@@ -65,9 +75,9 @@ def on_some_rows(rules: Rules, node: fx.Node, args: tuple[Any, ...], axis: Axis,
     target = aten.reshape.default if node.target in VIEWS else node.target  # some rows may lie in memory in another way
     if node.target not in WITH_SIZES:
         return target, args
-    sizes, size = list(args[1]), node.meta["val"].shape[axis.dim]
-    if isinstance(size, int):
-        sizes[axis.dim] = size // rules.length * count
+    sizes, size = list(args[1]), rules.shape(node)[axis.dim] // rules.length * count
+    if all(size % prime for prime in PRIMES):
+        sizes[axis.dim] = size
     elif node.target not in VIEWS and sizes[axis.dim] != -1:
         raise PassError(f"{node.name} has a size beside its rows that depends on the batch")
     else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from graphopt.passes.dead_rows.of_each import RowsOfEach, known_before
-from graphopt.passes.dead_rows.places import Places, Rows, put_back_at, read_places, rules_of
+from graphopt.passes.dead_rows.places import Places, Rows, put_back_at, read_places, rules_of, traced_length
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
@@ -75,7 +75,7 @@ def _demand(graph: TrainingGraph, rows: Places, takes: Mapping[fx.Node, Axis]) -
     narrow = _with_all_results(narrow)
     saved = sum(graph.at(node_flops(node), graph.batch_size) for node in (*narrow, *sums))
     used = {take: axis for take, axis in takes.items() if arguments(take)[0] in narrow}
-    flops = int(saved * (1 - rows.count / rows.length)) if used or sums else 0
+    flops = int(saved * (1 - rows.count / traced_length(graph, rows))) if used or sums else 0
     name = "the loss" if isinstance(rows, RowsOfEach) and rows.ignored is not None else _name(graph, takes)
     return Demand(name, rows, used, narrow, frozenset(zeros), sums, flops)
 

@@ -39,6 +39,7 @@ class _Narrowing:
         made: by node and place of the rows, the same on the demanded rows alone.
         padded: by node, the same with zeros in all other rows.
         numbers: of the rows, where each sample has others.
+        length: how many rows there are, as a size in the graph.
     """
 
     def __init__(self, graph: TrainingGraph, demand: Demand) -> None:
@@ -50,6 +51,7 @@ class _Narrowing:
         self.padded: dict[fx.Node, fx.Node] = {}
         self.drawn: dict[fx.Node, fx.Node] = {}
         self.sizes: dict[Any, fx.Node] = {}
+        self.length: int | fx.Node = demand.rows.length
         self.numbers: fx.Node | None = None
         self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
 
@@ -60,6 +62,7 @@ class _Narrowing:
             first = before_everything(self.rows, self.demand.narrow, self.graph.graph)
             self.numbers = numbers(self.rows, self._before(first))
         self.sizes = _sizes_of_inputs(self.graph.graph)
+        self.length = self._length()
         for node in list(self.graph.graph.nodes):
             if node in self.demand.narrow:
                 self._move(node, self.demand.narrow[node])
@@ -70,6 +73,15 @@ class _Narrowing:
             elif any(n in self.demand.zeros for n in node.all_input_nodes):
                 self._replace_inputs(node, {})
         self.graph.eliminate_dead_code()
+
+    def _length(self) -> int | fx.Node:
+        """How many rows there are, as a size in the graph."""
+        symbol = self.rows.symbol if isinstance(self.rows, Rows) else None
+        if symbol is None:
+            return self.rows.length
+        if symbol not in self.sizes:
+            raise PassError(f"the size {symbol} is computed nowhere.")
+        return self.sizes[symbol]
 
     def _move(self, node: fx.Node, axis: Axis) -> None:
         """Repeat a node on the rows; the node itself dies."""
@@ -119,7 +131,7 @@ class _Narrowing:
             if isinstance(self.rows, RowsOfEach):
                 whole = self._scattered(split, dim, axis, node, anchor)
             else:
-                whole = self._among_zeros(split, dim, self.rows.length, self.rows.start, anchor)
+                whole = self._among_zeros(split, dim, self.length, self.rows.start, anchor)
             self.padded[node] = joined_rows(whole, node, axis, self._before(anchor))
         return self.padded[node]
 
@@ -132,7 +144,7 @@ class _Narrowing:
         if isinstance(self.rows, RowsOfEach):
             node.replace_all_uses_with(self._emit(aten.select.int, (source, axis.dim, 0), node))
             return
-        found = taken_rows(node)
+        found = taken_rows(self.graph, node)
         assert found is not None
         start, stop = found[1].start - self.rows.start, found[1].stop - self.rows.start
         if node.target is aten.select.int:
@@ -151,7 +163,7 @@ class _Narrowing:
         """Rows of a gradient among those zeros that are left."""
         if isinstance(self.rows, RowsOfEach):
             return self._emit(aten.unsqueeze.default, (self._input(arguments(node)[2], None, node), axis.dim), node)
-        found = taken_rows(node)
+        found = taken_rows(self.graph, node)
         assert found is not None
         gradient, rows = self._input(arguments(node)[0], None, node), found[1]
         if node.target is aten.select_backward.default:
@@ -160,7 +172,7 @@ class _Narrowing:
             return gradient
         return self._among_zeros(gradient, axis.dim, self.rows.count, rows.start - self.rows.start, node)
 
-    def _among_zeros(self, node: fx.Node, dim: int, length: int, start: int, anchor: fx.Node) -> fx.Node:
+    def _among_zeros(self, node: fx.Node, dim: int, length: int | fx.Node, start: int, anchor: fx.Node) -> fx.Node:
         """A tensor as some of the `length` rows of another, from `start`."""
         shape = node.meta["val"].shape
         sizes: list[Any] = [size if isinstance(size, int) else self.sizes.get(expression(size)) for size in shape]
@@ -177,7 +189,7 @@ class _Narrowing:
         if dropout not in self.drawn:
             split, dim = split_rows(self.rules, part, axis, self.rows.count, self._before(dropout))
             one = self._emit(aten.full_like.default, (self._emit(aten.slice.Tensor, (split, dim, 0, 1), dropout), 1), dropout)
-            sizes = [self.rows.length if d == dim else -1 for d in range(split.meta["val"].dim())]
+            sizes = [self.length if d == dim else -1 for d in range(split.meta["val"].dim())]
             ones = joined_rows(self._emit(aten.expand.default, (one, sizes), dropout), dropout, axis, self._before(dropout))
             self.drawn[dropout] = self._emit(aten.native_dropout.default, (self._laid_out(ones, dropout), *rest), dropout)
         result = self._emit(operator.getitem, (self.drawn[dropout], arguments(node)[1]), node)
@@ -197,7 +209,7 @@ class _Narrowing:
     def _part(self, node: fx.Node, axis: Axis, anchor: fx.Node) -> fx.Node:
         emit = self._before(anchor)
         if isinstance(self.rows, Rows):
-            return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, emit)
+            return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, emit, self.length)
         assert self.numbers is not None
         split, dim = split_rows(self.rules, node, axis, self.rows.length, emit)
         where = places(self.numbers, split, dim, axis, self._dimensions(node), emit)

@@ -10,9 +10,10 @@ from hypothesis import example, given, settings, strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import graphopt
 from graphopt.testing import check_pass
 
-SAMPLES, ROWS, WIDTH = 2, 5, 4
+SAMPLES, ROWS, MOST_ROWS, WIDTH = 2, 5, 9, 4
 
 LAYERS = [
     "linear", "norm", "gelu", "softmax", "heads", "gate", "table", "attention", "mixture", "rms", "residual", "where", "pair",
@@ -29,7 +30,7 @@ class Chain(nn.Module):
         self.layers, self.pick = layers, pick
         self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(len(layers)))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in layers)
-        self.tables = nn.ParameterList(nn.Parameter(torch.randn(ROWS, WIDTH)) for _ in layers)
+        self.tables = nn.ParameterList(nn.Parameter(torch.randn(MOST_ROWS, WIDTH)) for _ in layers)
         self.head = nn.Linear(WIDTH, 2)
         self.register_buffer("labels", torch.tensor([-100, 1, -100, -100, 0]))
 
@@ -50,6 +51,7 @@ class Chain(nn.Module):
 
 def layer(kind: str, x: Tensor, linear: Any, norm: Any, table: Tensor) -> Tensor:
     """One layer, on samples x rows x width."""
+    table = table[: x.shape[1]]
     split = linear(x).unflatten(-1, (2, -1)).transpose(1, 2)
     made = {
         "linear": lambda: linear(x),
@@ -88,3 +90,32 @@ def test_gradients_of_random_chains_are_exact(layers: list[str], pick: str) -> N
         return [site.name for site in rewrite.applicable(graph)]
 
     check_pass(rewrite, model, (x,), everything, dtypes=(torch.float64,))
+
+
+@given(layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=5), pick=st.sampled_from(PICKS[:5]))
+@example(layers=["attention", "transposed", "permuted"], pick="two")
+@example(layers=["table", "mixture", "heads", "residual"], pick="first")
+@example(layers=["residual", "linear"], pick="last")
+@settings(max_examples=5)
+def test_gradients_are_exact_whatever_the_length(layers: list[str], pick: str) -> None:
+    """The second length is a symbol of the compiled step, and so is the second number of samples."""
+    torch.manual_seed(len(layers))
+    model = Chain(layers, pick).double()
+    shapes = [(SAMPLES, ROWS), (SAMPLES, MOST_ROWS), (SAMPLES, 3), (3, 4), (4, ROWS)]
+    batches = [torch.randn(*shape, WIDTH, dtype=torch.float64) for shape in shapes]
+    opt = graphopt.optimize(model, (batches[0],), passes=["dead_rows"], backend="aot_eager")
+    for x in batches:
+        wanted = torch.autograd.grad(
+            loss_of(model(x)), parameters := [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
+        model.zero_grad()
+        loss_of(opt(x)).backward()
+        for parameter, gradient in zip(parameters, wanted, strict=True):
+            assert (parameter.grad is None) == (gradient is None)
+            if gradient is not None:
+                torch.testing.assert_close(parameter.grad, gradient)
+
+
+def loss_of(output: Any) -> Tensor:
+    """A model's loss is its output, or the first of them."""
+    return output[0] if isinstance(output, tuple) else output

@@ -371,3 +371,35 @@ def test_a_row_of_each_sample_with_dropout_and_other_batches() -> None:
             found.append([loss.detach(), *(p.grad for p in each.parameters())])
         for ours, eager in zip(*found, strict=True):
             torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3), 2])
+def test_where_the_length_is_a_symbol_rows_from_the_front_are_followed(rows: Any) -> None:
+    """A budget holds for batches of other lengths, too."""
+
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+            self.norm = nn.LayerNorm(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = self.norm(x + nn.functional.dropout(torch.tanh(layer(x)), 0.2))
+            return x[:, rows].square().sum()
+
+    model = First()
+    opt = graphopt.optimize(model, (torch.randn(4, 8, 6),), passes=["dead_rows"], backend="aot_eager")
+    for samples, length in ((4, 8), (4, 12), (4, 5), (3, 7)):
+        x = torch.randn(samples, length, 6)
+        torch.manual_seed(1)
+        wanted = torch.autograd.grad(model(x), list(model.parameters()))
+        torch.manual_seed(1)
+        model.zero_grad()
+        opt(x).backward()
+        assert opt.last_step is not None
+        report = opt.last_step.reports[0]
+        assert report.step_flops_after < 0.5 * report.step_flops_before
+        for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+    assert opt.counters.compilations <= 3
