@@ -152,7 +152,7 @@ def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collec
         trial: values of the placeholders, by position.
     """
     if len(for_loss_alone(graph).inputs) < len(graph.inputs):
-        return "outputs beside the loss are differentiated"
+        return "the step has gradients of outputs beside the loss (outputs='loss' leaves these out)"
     tensors = {name: trial[str(i)] for i, name in enumerate(region.names) if name is not None}
     inputs = [torch.empty(0) if name is not None else trial.get(str(i), torch.empty(0)) for i, name in enumerate(region.names)]
     with outside_tracing():

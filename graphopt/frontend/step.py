@@ -70,7 +70,8 @@ class RegionStep:
             return
         note(
             f"a step takes {reports[-1].step_flops_after / whole:.2f} of the FLOPs, over flops={limit:.4g}: the plan was made "
-            "for a batch that needs less. Give optimize() one with as many labels, and as long, as training has"
+            "for another batch, or for other parameters. Give optimize() a batch with as many labels, and as long, as training "
+            "has; after parameters were added or replaced, optimize again"
         )
 
     @cached_property

@@ -235,7 +235,7 @@ def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:
     """See that the model has the tensors that the user wants trained, and that training them is within the budget's FLOPs.
 
     Raises:
-        PassError: no such parameter.
+        PassError: no such parameter, or none of them has a gradient.
         BudgetError: training them needs more FLOPs.
     """
     known = {name: p.name for p in graph.parameters for name in (p.name, *p.aliases)}
@@ -243,6 +243,11 @@ def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:
         if known.get(name) != name:
             why = f"it is tied to {known[name]}: use that name" if name in known else "the model has no such parameter"
             raise PassError(f"greentrainer cannot train {name}: {why}.")
+    if not set(train) & set(flop_profile(graph).order):
+        raise PassError(
+            f"greentrainer cannot train {', '.join(train) or 'nothing'}: the loss has no gradient of it. Name tensors that "
+            "require gradients and that the loss depends on, or leave train= out to have them selected."
+        )
     if plan.budget.flops is None:
         return
     limit = FlopsLimit(plan, graph, flop_profile(graph))

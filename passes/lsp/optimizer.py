@@ -56,7 +56,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             self.moments[name] = Moments(zeros, zeros.clone())
         self._variables = variables
         own = weakref.ref(self)  # the subspaces must not keep alive an optimizer that its user has dropped, nor its hooks
-        self._changed = lambda *change: _living(own)._transport(*change)
+        self._changed = _Method(own, "_transport")
         subspaces.claim(self._stepped(), self._changed)
         self.offload: Offload | None = None
         handles = [w.register_post_accumulate_grad_hook(_Direct(subspaces, name)) for name, w in self._weights.items()]
@@ -64,7 +64,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             order = list(subspaces.names)[::-1]
             updates_in_backward = subspaces.rewrite.schedule == "layerwise"
             self.offload = Offload(
-                {n: self._weights[n] for n in order}, lambda *a: _living(own).host_update(*a), updates_in_backward
+                {n: self._weights[n] for n in order}, _Method(own, "host_update"), updates_in_backward
             )
             subspaces.take_offload(self.offload, self._stepped())
             handles += synchronize_before_reading(model, self.offload)
@@ -292,6 +292,22 @@ def _end(handles: list[Any], offload: Offload | None) -> None:
         offload.synchronize()
     for handle in handles:
         handle.remove()
+
+
+class _Method:
+    """A method of an optimizer that this does not keep alive."""
+
+    def __init__(self, own: weakref.ref[SubspaceOptimizer], name: str) -> None:
+        self.own, self.name = own, name
+
+    def __call__(self, *args: Any) -> Any:
+        return getattr(_living(self.own), self.name)(*args)
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "an optimised model whose compressed weights have an optimizer cannot be pickled: pickle it before make_optimizer(), "
+            "or keep what it has trained by save_state()."
+        )
 
 
 def _living(reference: weakref.ref[SubspaceOptimizer]) -> SubspaceOptimizer:

@@ -210,6 +210,18 @@ def test_tensors_that_were_given_must_exist_and_fit_the_flops() -> None:
             graphopt.optimize(model, (x,), 0.5, [GreenTrainer(train=names)], backend="aot_eager")
 
 
+@pytest.mark.parametrize("names", [(), ("unused",), ("frozen",)])
+def test_tensors_that_were_given_must_have_a_gradient(names: tuple[str, ...]) -> None:
+    model, x = tower(8)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
+    with pytest.raises(PassError, match="the loss has no gradient of it"):
+        graphopt.optimize(model, (x,), passes=[GreenTrainer(train=names)], backend="aot_eager")
+    opt = graphopt.optimize(model, (x,), passes=[GreenTrainer(train=(*names, "blocks.0.0.weight"))], backend="aot_eager")
+    opt(x).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["blocks.0.0.weight"]
+
+
 def test_without_recompute_among_the_passes_tensors_are_frozen_and_nothing_is_computed_again() -> None:
     model, x = tower(64)
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=700_000), ["greentrainer"], backend="aot_eager")
