@@ -63,9 +63,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         if subspaces.offload is not None:
             order = list(subspaces.names)[::-1]
             updates_in_backward = subspaces.rewrite.schedule == "layerwise"
-            self.offload = Offload(
-                {n: self._weights[n] for n in order}, _Method(own, "host_update"), updates_in_backward
-            )
+            self.offload = Offload({n: self._weights[n] for n in order}, _Method(own, "host_update"), updates_in_backward)
             subspaces.take_offload(self.offload, self._stepped())
             handles += synchronize_before_reading(model, self.offload)
         weakref.finalize(self, _end, handles, self.offload)
