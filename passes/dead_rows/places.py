@@ -107,15 +107,17 @@ def taken_rows(graph: TrainingGraph, node: fx.Node) -> tuple[int, Rows] | None:
     size = whole.shape[dim]
     if isinstance(size, int):
         return _rows_of_number(node, dim, size, given)
-    symbol, length = expression(size), Rules(graph, 1).number(size)
-    if not symbol.is_Symbol or symbol in graph.symbols:
+    symbol = expression(size)
+    if symbol not in graph.sizes:
         return None
+    length = Rules(graph, 1).number(size)
     if node.target in (aten.select.int, aten.select_backward.default):
         index = given[1]
         return (dim, Rows(length, index, index + 1, symbol)) if index >= 0 else None
     start, stop, step = _bounds(given)
     part = first_value(arguments(node)[0] if backward else node)
-    if part is None or start is None or start < 0 or step != 1 or part.shape[dim] != stop - start:
+    taken = 0 if part is None else part.shape[dim]
+    if not isinstance(taken, int) or start is None or start < 0 or step != 1 or taken != stop - start:
         return None
     return dim, Rows(length, start, stop, symbol)
 
