@@ -14,6 +14,7 @@ from graphopt.calls import as_call
 from graphopt.capture import capture, capture_to_run
 from graphopt.compat.inductor import fresh_compiler_cache
 from tests import zoo
+from tests.long_forms import long
 
 
 def test_batch_is_a_symbol_and_formulas_are_linear_in_it() -> None:
@@ -134,7 +135,7 @@ def checkpointable(backend: str) -> tuple[nn.Module, Any]:
     return zoo.make("llama", 8)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *long("inductor")])
 def test_checkpointed_regions_are_recomputed(backend: str) -> None:
     saved = []
     for checkpointing in (False, True):
