@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.optimizers import Trained, optimizer_memory
+from graphopt.analysis.row_rules import PRODUCTS
 from graphopt.analysis.segments import find_segments
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
@@ -31,8 +30,6 @@ from graphopt.planner.step_time import machine_times
 
 ROUNDS = 8
 """Plans whose peak is predicted at most."""
-
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 SLOWER = 0.05
 """Part of a step's time that finer forms may take before coarser ones are tried, which need more recomputation."""

@@ -76,6 +76,13 @@ def test_every_way_is_tuned_and_then_run_with_every_seed_exact_training_first() 
     assert asked == [(way, *run) for way in ("exact", "auto") for run in search]
 
 
+def test_runs_on_another_kind_of_device_do_not_count() -> None:
+    elsewhere = [{**run, "device": "elsewhere"} for run in tuned("exact")]
+    first = next(missing(SETTINGS, elsewhere, RATES, STEPS))
+    assert (first.way, first.rate) == ("exact", RATES["digits"])
+    assert next(missing(SETTINGS, tuned("exact"), RATES, STEPS)) != first
+
+
 def test_the_table_and_the_picture_hold_all_ways(tmp_path: Path) -> None:
     rows = compare(SETTINGS, [*tuned("exact"), *tuned("auto", 48.0, (0.6, 0.8))], RATES, STEPS)
     suite.plot("digits", rows, tmp_path / "plot.png")
