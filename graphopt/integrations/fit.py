@@ -27,7 +27,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.integrations.gpus import gpu_bytes
 from graphopt.passes.technique import Found
 from graphopt.planner.make_plan import make_plan
-from graphopt.planner.memory_plan import adopted
+from graphopt.planner.memory_problem import adopted
 from graphopt.planner.parallel import MARGIN, SEGMENT_SLACK
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.report.units import in_bytes

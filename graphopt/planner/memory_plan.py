@@ -1,19 +1,17 @@
 """A plan within a limit on memory: exact means first, then what costs least importance, held to the predicted peak of the step.
 
 The program of `graphopt.planner.solver` adds up bytes at the borders of segments. What it does not see (temporaries, what fusion
-saves) is measured as the difference to the predicted peak of the rewritten graph, and allowed for in the next round.
+saves) is measured as the difference to the peak of the rewritten graph, and allowed for in the next round. Rounds go by estimates
+of that peak, as a prediction takes as long as a part of compiling does; what is returned was predicted to be within the limit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.analysis.optimizers import Trained, optimizer_memory
 from graphopt.analysis.row_rules import PRODUCTS
-from graphopt.analysis.segments import find_segments
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME
@@ -21,21 +19,24 @@ from graphopt.passes.technique import Found, Offers, technique
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.flops_limit import dearest_step, flops_saved
 from graphopt.planner.importance import Importance
-from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.memory_problem import adopted, make_problem, offers_of, planned
+from graphopt.planner.peaks import Peaks
 from graphopt.planner.plan import Plan
-from graphopt.planner.problem import Allocation, Problem, TensorBytes, evaluate
-from graphopt.planner.selection import Selection
+from graphopt.planner.problem import Allocation, Problem, evaluate
 from graphopt.planner.solver import solve
 from graphopt.planner.step_time import machine_times
 
 ROUNDS = 8
-"""Plans whose peak is predicted at most."""
+"""Solutions of the program at most until one is within the limit."""
+
+CORRECTIONS = 3
+"""Times that a prediction corrects the estimates."""
+
+SLACK = 0.05
+"""Part of the limit that a first plan may leave unused."""
 
 SLOWER = 0.05
-"""Part of a step's time that finer forms may take before coarser ones are tried, which need more recomputation."""
-
-FEWEST = 1e-3
-"""Importance that every tensor has at least, as a part of the largest, where nothing limits FLOPs: all training is wanted."""
+"""Part of a step's time that a finer form may take before coarser ones are tried, with more recomputation if need be."""
 
 
 def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importance] | None = None) -> Plan:
@@ -51,17 +52,16 @@ def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importanc
     if limit is None:
         return plan
     plan = adopted(plan, Found((), ()))  # without what was found for another selection
-    least = _predicted(plan, graph, limit)
+    peaks = Peaks(graph, limit)
     profile = flop_profile(graph)
-    if least <= limit.peak_bytes and _within_flops(plan, graph, profile):
+    if peaks.within(plan) and _within_flops(plan, graph, profile):
         return plan
     forms = finer_plans(plan, graph)
-    finest = _predicted(forms[-1], graph, limit) if len(forms) > 1 else least
-    if finest < least:
-        plan, least = forms[-1], finest
-    if least > limit.peak_bytes or not _within_flops(plan, graph, profile):
-        plan = _searched(plan, graph, limit, least, profile, rate)
-    return _quicker(_coarsest(plan, forms, graph, limit), forms, graph, limit, profile)
+    if len(forms) > 1 and peaks.estimated(forms[-1]) < peaks.estimated(plan):
+        plan = forms[-1]
+    if not (peaks.within(plan) and _within_flops(plan, graph, profile)):
+        plan = _searched(plan, peaks, profile, rate)
+    return _quicker(plan, forms, peaks, profile)
 
 
 def finer_plans(plan: Plan, graph: TrainingGraph) -> list[Plan]:
@@ -73,32 +73,31 @@ def finer_plans(plan: Plan, graph: TrainingGraph) -> list[Plan]:
     return forms
 
 
-def _coarsest(plan: Plan, forms: Sequence[Plan], graph: TrainingGraph, limit: MemoryLimit) -> Plan:
-    """A plan within the limit with the cheapest of these forms, as what it does beside has made room."""
-    changed = {name for form in forms for name, decision in form.decisions.items() if decision != forms[0].decisions.get(name)}
+def _quicker(plan: Plan, forms: Sequence[Plan], peaks: Peaks, profile: FlopProfile) -> Plan:
+    """The plan, or one that trains as much in less time, with a coarser form: what it does beside may have made room, or can."""
+    graph = peaks.graph
+    taken = _seconds(plan, graph, profile) if len(forms) > 1 else 0.0
+    exact = plan.train == forms[0].train and plan.without_approximations().passes == plan.passes
     for form in forms:
-        others = {name: decision for name, decision in plan.decisions.items() if name not in changed}
-        own = {name: form.decisions[name] for name in changed if name in form.decisions}
-        candidate = replace(plan, decisions={**others, **own})
-        if candidate.key == plan.key or _predicted(candidate, graph, limit) <= limit.peak_bytes:
-            return candidate
-    return plan
-
-
-def _quicker(plan: Plan, forms: Sequence[Plan], graph: TrainingGraph, limit: MemoryLimit, profile: FlopProfile) -> Plan:
-    """The plan, or one that trains as much in less time, with a coarser form and more recomputation."""
-    if len(forms) == 1 or plan.train != forms[0].train or plan.without_approximations().passes != plan.passes:
-        return plan
-    taken = _seconds(plan, graph, profile)
-    for form in forms:
-        spare = _extra_seconds(plan, graph) - _extra_seconds(form, graph)
-        if spare <= SLOWER * taken:
+        candidate = _in_form(form, plan, forms)
+        if _extra_seconds(plan, graph) - _extra_seconds(candidate, graph) <= SLOWER * taken:
             return plan
-        attempt = _Attempt(form, graph, limit, _predicted(form, graph, limit), profile, offers_of(form, graph))
-        found = attempt.search(make_problem(form, graph, profile, None, replace(attempt.offers, smaller={})), train_all=True)
-        if found is not None:
-            return found if _seconds(found, graph, profile) < taken else plan
+        if peaks.within(candidate):
+            return candidate
+        if exact:
+            attempt = _Attempt(form, peaks, profile, offers_of(form, graph))
+            problem = make_problem(form, graph, profile, None, replace(attempt.offers, smaller={}))
+            found = attempt.by_estimates(problem, train_all=True)
+            if found is not None:
+                return found if _seconds(found, graph, profile) < taken else plan
     return plan
+
+
+def _in_form(form: Plan, plan: Plan, forms: Sequence[Plan]) -> Plan:
+    """A plan with what is decided otherwise in these forms as one of them has it."""
+    changed = {name for f in forms for name, decision in f.decisions.items() if decision != forms[0].decisions.get(name)}
+    others = {name: decision for name, decision in plan.decisions.items() if name not in changed}
+    return replace(plan, decisions={**others, **{name: form.decisions[name] for name in changed if name in form.decisions}})
 
 
 def _seconds(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> float:
@@ -114,65 +113,37 @@ def _extra_seconds(plan: Plan, graph: TrainingGraph) -> float:
     return sum(technique(p).extra_seconds(plan, graph) for p in plan.passes)
 
 
-def _searched(
-    plan: Plan, graph: TrainingGraph, limit: MemoryLimit, least: int, profile: FlopProfile, rate: Callable[[], Importance] | None
-) -> Plan:
-    """See `within_memory`.
-
-    Args:
-        least: peak bytes that are predicted of the plan as it is.
-    """
+def _searched(plan: Plan, peaks: Peaks, profile: FlopProfile, rate: Callable[[], Importance] | None) -> Plan:
+    """See `within_memory`."""
+    graph = peaks.graph
     offers = offers_of(plan, graph)
     if rate is None:
         offers = replace(offers, leaves_untrained=False, smaller={})
-    attempt = _Attempt(plan, graph, limit, least, profile, offers, flops_saved(plan, graph, profile))
+    attempt = _Attempt(plan, peaks, profile, offers, flops_saved(plan, graph, profile))
     approximates = offers.leaves_untrained or bool(offers.smaller)
     if not approximates and not offers.recomputes:
-        raise _too_little(plan, graph, limit, least)
+        raise _too_little(plan, peaks, peaks.predicted(plan))
     exact = attempt.search(make_problem(plan, graph, profile, None, replace(offers, smaller={})), train_all=True)
     if exact is not None:
         return exact
     importance = rate() if plan.importance is None and rate is not None and approximates else plan.importance
-    if importance is not None:
-        attempt = replace(attempt, importance=importance)
-        found = attempt.search(make_problem(plan, graph, profile, importance, offers))
-        if found is not None:
-            return found
-    smallest = attempt.smallest(make_problem(plan, graph, profile, attempt.importance, offers))
-    if smallest is not None:
-        peak = _predicted(smallest, graph, limit)
-        if peak <= limit.peak_bytes and _within_flops(smallest, graph, profile):
-            return smallest
-        least = min(least, peak)
-    raise _too_little(plan, graph, limit, least)
+    attempt = replace(attempt, importance=importance)
+    problem = make_problem(plan, graph, profile, importance, offers)
+    found = None if importance is None else attempt.search(problem)
+    if found is not None:
+        return found
+    smallest = attempt.smallest(problem, train_all=not offers.leaves_untrained)
+    least = peaks.predicted(plan)
+    raise _too_little(plan, peaks, least if smallest is None else min(least, peaks.predicted(smallest)))
 
 
-def offers_of(plan: Plan, graph: TrainingGraph) -> Offers:
-    """What the techniques of a plan offer together."""
-    found = [technique(p).offers(plan, graph) for p in plan.passes]
-    smaller = {name: gradient for offers in reversed(found) for name, gradient in offers.smaller.items()}
-    return Offers(
-        any(offers.leaves_untrained for offers in found),
-        any(offers.recomputes for offers in found),
-        smaller,
-        min((offers.kept_value for offers in found), default=1.0),
-        frozenset().union(*(offers.held for offers in found)),
-    )
-
-
-def adopted(plan: Plan, found: Found) -> Plan:
-    """The plan with what was found, each technique taking its own."""
-    for rewrite in plan.passes:
-        plan = technique(rewrite).adopt(plan, found)
-    return plan
-
-
-def _too_little(plan: Plan, graph: TrainingGraph, limit: MemoryLimit, least: int) -> BudgetError:
+def _too_little(plan: Plan, peaks: Peaks, least: int) -> BudgetError:
     flops = "" if plan.budget.flops is None else f" and flops={plan.budget.flops}"
     others = [n for n, kind in BY_NAME.items() if "memory" in kind.serves and all(p.name != n for p in plan.passes)]
     add = f", or add {' or '.join(map(repr, others))} to passes" if others else ""
+    limit = peaks.limit
     return BudgetError(
-        f"memory={limit.peak_bytes:,} bytes is less than a step needs with a batch of {graph.batch_size} ({limit.backend}, "
+        f"memory={limit.peak_bytes:,} bytes is less than a step needs with a batch of {peaks.graph.batch_size} ({limit.backend}, "
         f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch{add}."
     )
 
@@ -182,31 +153,54 @@ class _Attempt:
     """The search for one limit.
 
     Attributes:
-        plan_peak: what is predicted of `plan` as it is.
-        spare_flops: that its passes save, beyond what the program counts.
+        spare_flops: that the plan's passes save, beyond what the program counts.
     """
 
     plan: Plan
-    graph: TrainingGraph
-    limit: MemoryLimit
-    plan_peak: int
+    peaks: Peaks
     profile: FlopProfile
     offers: Offers
     spare_flops: int = 0
     importance: Importance | None = None
 
     def search(self, problem: Problem, train_all: bool = False) -> Plan | None:
-        """The best plan whose predicted peak is within the limit; None if there is none."""
+        """The best plan that is predicted to be within the limit, or the one that needs least memory; None if that is above."""
+        found = self.by_estimates(problem, train_all)
+        if found is not None:
+            return found
+        smallest = self.smallest(problem, train_all or not self.offers.leaves_untrained)
+        if smallest is None or self.peaks.predicted(smallest) > self._limit:
+            return None
+        return smallest if _within_flops(smallest, self.peaks.graph, self.profile) else None
+
+    def by_estimates(self, problem: Problem, train_all: bool = False) -> Plan | None:
+        """The same, or None where estimates lead to none. Each plan that they lead to is predicted, which corrects them."""
+        best = None
+        for _ in range(CORRECTIONS if self.peaks.estimates else 1):
+            plan = self._found(problem, train_all)
+            if plan is None or (best is not None and plan.key == best.key):
+                break
+            self.peaks.correct(plan)
+            peak = self.peaks.predicted(plan)
+            if peak <= self._limit:
+                if best is not None or peak >= (1 - SLACK) * self._limit:
+                    return plan
+                best = plan  # with room left: the corrected estimates may find a better one
+        return best
+
+    def _found(self, problem: Problem, train_all: bool) -> Plan | None:
+        """The best plan whose estimated peak is within the limit."""
+        peak_of = self.peaks.estimated
         everything = self._as_planned(problem)
         problem = everything if train_all else problem
         trained = [k for k, value in enumerate(everything.importance) if value]
-        start = min(0, self.plan_peak - evaluate(problem, trained, (), ())[1])  # Inductor keeps less than the program counts
-        unseen, low, high, spare_flops = start, start - 1, self.limit.peak_bytes, self.spare_flops
+        start = min(0, peak_of(self.plan) - evaluate(problem, trained, (), ())[1])  # fusion keeps less than the program counts
+        unseen, low, high, spare_flops = start, start - 1, self._limit, self.spare_flops
         for _ in range(ROUNDS):
             allocation = solve(
                 problem,
                 self._flops_limit(spare_flops),
-                self.limit.peak_bytes - unseen,
+                self._limit - unseen,
                 train_all=train_all,
                 may_compress=not train_all,
                 may_recompute=self.offers.recomputes,
@@ -217,11 +211,11 @@ class _Attempt:
                 high = unseen
             else:
                 plan = self._plan(problem, allocation, train_all)
-                peak = _predicted(plan, self.graph, self.limit)
-                if peak <= self.limit.peak_bytes:
-                    if _within_flops(plan, self.graph, self.profile):
+                peak = peak_of(plan)
+                if peak <= self._limit:
+                    if _within_flops(plan, self.peaks.graph, self.profile):
                         return plan
-                    spare_flops = allocation.step_flops - dearest_step(plan, self.graph, self.profile)  # less than before
+                    spare_flops = allocation.step_flops - dearest_step(plan, self.peaks.graph, self.profile)  # less than before
                     continue
                 low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
             if not low < unseen < high:
@@ -230,18 +224,22 @@ class _Attempt:
                 return None
         return None
 
-    def smallest(self, problem: Problem) -> Plan | None:
+    @property
+    def _limit(self) -> int:
+        return self.peaks.limit.peak_bytes
+
+    def smallest(self, problem: Problem, train_all: bool) -> Plan | None:
         """The plan that needs least memory by these means."""
-        decided = not self.offers.leaves_untrained
-        problem = self._as_planned(problem) if decided else problem
+        problem = self._as_planned(problem) if train_all else problem
         allocation = solve(
             problem,
             self._flops_limit(self.spare_flops),
             smallest_memory=True,
-            train_all=decided,
+            train_all=train_all,
+            may_compress=not train_all,
             may_recompute=self.offers.recomputes,
         )
-        return None if allocation is None else self._plan(problem, allocation, decided)
+        return None if allocation is None else self._plan(problem, allocation, train_all)
 
     def _as_planned(self, problem: Problem) -> Problem:
         """The problem with an importance of 1 for what the plan trains, and of 0 for the rest."""
@@ -249,7 +247,7 @@ class _Attempt:
         return replace(problem, importance=tuple(float(train is None or name in train) for name in problem.costs.names))
 
     def _plan(self, problem: Problem, allocation: Allocation, keep_selection: bool) -> Plan:
-        return planned(self.plan, self.graph, problem, allocation, self.importance, keep_selection)
+        return planned(self.plan, self.peaks.graph, problem, allocation, self.importance, keep_selection)
 
     def _flops_limit(self, spare_flops: int) -> int | None:
         if self.plan.budget.flops is None:
@@ -257,79 +255,6 @@ class _Attempt:
         return backward_costs(self.profile).affordable(self.plan.budget.flops) + self.profile.forward + spare_flops
 
 
-def planned(
-    plan: Plan,
-    graph: TrainingGraph,
-    problem: Problem,
-    allocation: Allocation,
-    importance: Importance | None,
-    keep_selection: bool = False,
-) -> Plan:
-    """`plan` with a solution's decisions.
-
-    Args:
-        keep_selection: what is trained stays as the plan says.
-    """
-    names = problem.costs.names
-    segments = [segment.name for segment in find_segments(graph)]
-    recomputed = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
-    smaller = () if keep_selection else tuple(sorted(names[k] for k in allocation.compressed))
-    trained = tuple(names[k] for k in allocation.train)
-    if not keep_selection and (len(trained) < len(names) or plan.train is not None):
-        value = math.fsum(problem.importance[k] for k in allocation.train)
-        cost = problem.costs.cost(allocation.train)
-        ratio = problem.costs.part(problem.costs.forward_flops + cost)
-        before = (None, None) if plan.selection is None else (plan.selection.missed, plan.selection.raised)
-        selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap, *before)
-        plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
-    return adopted(plan, Found(smaller, recomputed))
-
-
-def _predicted(plan: Plan, graph: TrainingGraph, limit: MemoryLimit) -> int:
-    return limit.peak_once(graph, plan.key, lambda: plan.rewrite(graph)[0], graph.batch_size)
-
-
 def _within_flops(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> bool:
     """Whether the dearest step keeps to the FLOPs: orders of adapters' products that save memory can cost more of them."""
     return plan.budget.flops is None or dearest_step(plan, graph, profile) <= plan.budget.flops * profile.step
-
-
-def make_problem(
-    plan: Plan, graph: TrainingGraph, profile: FlopProfile, importance: Importance | None, offers: Offers
-) -> Problem:
-    """The numbers of a graph; see `Problem`.
-
-    Args:
-        plan: whose limit says which optimizer is used, and whose budget whether all is to be trained.
-        offers: of the plan's techniques.
-    """
-    assert plan.memory is not None
-    costs = backward_costs(profile)
-    segments = find_segments(graph)
-    segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
-    parameters = {p.name: p for p in graph.parameters}
-    device = next(iter(graph.placeholders)).meta["val"].device
-    trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in offers.held]
-    states: dict[str, int] = {}
-    for name, _, size in optimizer_memory(plan.memory.optimizer, trained, device).states:
-        states[name] = states.get(name, 0) + size
-    tensors = []
-    for name, formed in zip(costs.names, costs.weight_grad_flops, strict=True):
-        small = offers.smaller.get(name)
-        gradient = 0 if name in offers.held else math.prod(parameters[name].shape) * parameters[name].dtype.itemsize
-        more = 0 if small is None else max(0, small.flops - formed)  # now and then a step forms the gradient itself
-        bytes_, state = None if small is None else small.bytes, states.get(name, 0)
-        tensors.append(TensorBytes(gradient, state, segment_of.get(name, 0), bytes_, more))
-    fixed = 0
-    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        if desc.kind in ("parameter", "buffer", "input"):
-            value = node.meta["val"]
-            fixed += math.prod(graph.at(size, graph.batch_size) for size in value.shape) * value.element_size()
-    values = {} if importance is None else importance.values
-    if plan.budget.flops is None:  # all of it is to be trained, unless it does not fit
-        largest = max(values.values(), default=1.0) or 1.0
-        rated = tuple(max(values.get(n, 0.0), FEWEST * largest) for n in costs.names)
-    else:
-        rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
-    kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
-    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value)

@@ -13,7 +13,7 @@ from graphopt.passes import BY_NAME, in_order
 from graphopt.planner.costs import backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
-from graphopt.planner.memory_plan import make_problem, offers_of, planned
+from graphopt.planner.memory_problem import make_problem, offers_of, planned
 from graphopt.planner.plan import Plan
 from graphopt.planner.problem import Problem, evaluate
 from graphopt.planner.selection import smallest_ratio

@@ -1,0 +1,87 @@
+"""Peaks of plans: estimates spare predictions, and never decide alone that a plan keeps to its limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from graphopt.passes import Recompute
+from torch import Tensor, nn
+
+import graphopt
+from graphopt.graph import TrainingGraph
+from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.peaks import Peaks
+from graphopt.planner.plan import Plan
+
+
+class Tower(nn.Module):
+    """Blocks that widen by eight and narrow again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 16)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.fixture
+def graph() -> TrainingGraph:
+    torch.manual_seed(0)
+    return graphopt.analyze(Tower(), (torch.randn(512, 16),), backend="aot_eager").graph
+
+
+def plan_for(limit: MemoryLimit) -> Plan:
+    return Plan(graphopt.Budget(), (Recompute(),), memory=limit)
+
+
+def test_without_fusion_an_estimate_is_the_prediction(graph: TrainingGraph) -> None:
+    limit = MemoryLimit(1, "aot_eager")
+    peaks = Peaks(graph, limit)
+    plan = plan_for(limit)
+    peaks.correct(plan)
+    assert not peaks.estimates
+    assert peaks.fused is None
+    assert peaks.estimated(plan) == peaks.predicted(plan) == limit.peak_of(plan.rewrite(graph)[0], 512)
+
+
+def test_what_is_far_above_the_limit_is_not_predicted(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = MemoryLimit(1, "inductor")
+    peaks = Peaks(graph, limit)
+    monkeypatch.setattr(MemoryLimit, "peak_once", None)
+    assert not peaks.within(plan_for(limit))
+
+
+def test_what_is_near_the_limit_is_predicted_which_corrects_estimates(graph: TrainingGraph) -> None:
+    first = MemoryLimit(1, "inductor")
+    plan = plan_for(first)
+    peaks = Peaks(graph, first)
+    before = peaks.estimated(plan)
+    peaks.correct(plan)
+    peak = peaks.predicted(plan)
+    assert peaks.fused == peak / before
+    assert peaks.estimated(plan) == pytest.approx(peak, abs=1)
+    assert Peaks(graph, replace(first, peak_bytes=peak)).within(plan)
+    assert not Peaks(graph, replace(first, peak_bytes=peak - 1)).within(plan)
+
+
+def test_few_predictions_lead_to_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Tower(), torch.randn(4096, 16)
+    most = int(0.85 * graphopt.analyze(model, (x,)).memory.peak_bytes)
+    predictions: list[int] = []
+    peak_of = MemoryLimit.peak_of
+
+    def counted(self: MemoryLimit, graph: TrainingGraph, batch_size: int) -> int:
+        predictions.append(peak_of(self, graph, batch_size))
+        return predictions[-1]
+
+    monkeypatch.setattr(MemoryLimit, "peak_of", counted)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=most))
+    assert opt.report.trained == opt.report.trainable
+    assert predictions[-1] <= most
+    assert len(predictions) <= 2
