@@ -6,18 +6,21 @@ took. It never sees the caller's graph: `run_pass` gives it a clone, verifies th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.analysis.saved import saved_bytes
 from graphopt.compat import InputDesc, OutputDesc
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.verify import verify
+
+_counted: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 class Preserves(Enum):
@@ -142,13 +145,15 @@ def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[Train
     rewritten = graph.clone()
     changes = rewrite.apply(rewritten, decisions)
     verify(rewritten, graph)
-    report = PassReport(
-        rewrite.name,
-        rewrite.preserves,
-        changes,
-        flop_profile(graph).step,
-        flop_profile(rewritten).step,
-        saved_bytes(graph),
-        saved_bytes(rewritten),
-    )
+    flops_before, saved_before = _figures(graph)
+    flops_after, saved_after = _figures(rewritten)
+    report = PassReport(rewrite.name, rewrite.preserves, changes, flops_before, flops_after, saved_before, saved_after)
     return rewritten, report
+
+
+def _figures(graph: TrainingGraph) -> tuple[int, int]:
+    """FLOPs of a step and bytes that it saves, counted once: a graph that is made is not changed, see `planner.rewrites`."""
+    known = _counted.setdefault(graph.module, {})
+    if graph.batch_size not in known:
+        known[graph.batch_size] = flop_profile(graph).step, saved_bytes(graph)
+    return known[graph.batch_size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,51 +34,66 @@ def verify(graph: TrainingGraph, before: TrainingGraph | None = None) -> None:
         raise PassError("the rewritten graph's inputs or outputs no longer match their descriptors.")
     mode = compat.new_fake_mode()
     with mode, torch.no_grad(), compat.no_autocast():
-        _Checker(graph, before).run(*concrete_inputs(graph, graph.batch_size, mode))
+        _check_values(graph, before, concrete_inputs(graph, graph.batch_size, mode))
 
 
-class _Checker(fx.Interpreter):
-    """Runs the graph on fake tensors and compares each result with the node's metadata."""
+def _check_values(graph: TrainingGraph, before: TrainingGraph | None, inputs: Sequence[Any]) -> None:
+    """Compute the nodes that are new on tensors without memory, and compare each result with the node's metadata.
 
-    def __init__(self, graph: TrainingGraph, before: TrainingGraph | None) -> None:
-        super().__init__(graph.module)
-        self.training_graph = graph
-        self.before = {} if before is None else {node.name: node for node in before.graph.nodes}
+    What a node does that was there before is known; it gets a value only where a new node reads it.
+    """
+    earlier = {} if before is None else {node.name: node for node in before.graph.nodes}
+    new = {n for n in graph.graph.nodes if n.op not in ("placeholder", "output") and not _known(n, earlier)}
+    read = {n for node in new for n in node.all_input_nodes}
+    values: dict[fx.Node, Any] = dict(zip(graph.placeholders, inputs, strict=True))
+    for node in graph.graph.nodes:
+        if node in new:
+            values[node] = _computed(graph, node, values)
+        elif node in read and node not in values:
+            values[node] = _recorded(graph, node.meta["val"])
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; raises `PassError` if it disagrees with its metadata."""
-        recorded = n.meta.get("val")
-        if isinstance(recorded, Tensor) and self._known(n):
-            at, batch_size = self.training_graph.at, self.training_graph.batch_size
-            shape, strides = ([at(s, batch_size) for s in sizes] for sizes in (recorded.shape, recorded.stride()))
-            return torch.empty_strided(shape, strides, dtype=recorded.dtype, device=recorded.device)
-        if isinstance(recorded, torch.SymFloat) and self._known(n):
-            return 1.0  # read off a tensor, which has no memory here; no shape depends on it
-        try:
-            result = super().run_node(n)
-        except Exception as error:
-            raise PassError(f"node {n.name} ({n.target}) cannot run: {error}") from error
-        if n.op == "call_function" and "val" in n.meta:
-            expected, actual = pytree.tree_leaves(n.meta["val"]), pytree.tree_leaves(result)
-            for recorded, computed in zip(expected, actual, strict=False):
-                self._compare(n, recorded, computed)
-        return result
 
-    def _known(self, node: fx.Node) -> bool:
-        """Whether a node does what it did before, with what the same nodes give it."""
-        pairs = [(n, self.before.get(n.name)) for n in (node, *node.all_input_nodes)]
-        if node.op != "call_function" or any(b is None or n.meta.get("val") is not b.meta.get("val") for n, b in pairs):
-            return False
-        was = self.before[node.name]
-        return node.target is was.target and repr((node.args, node.kwargs)) == repr((was.args, was.kwargs))
+def _computed(graph: TrainingGraph, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """The result of a node; raises `PassError` if it disagrees with its metadata."""
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(graph.module)
+    operation: Any = node.target
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    try:
+        result = operation(*args, **kwargs)
+    except Exception as error:
+        raise PassError(f"node {node.name} ({node.target}) cannot run: {error}") from error
+    if "val" in node.meta:
+        for recorded, computed in zip(pytree.tree_leaves(node.meta["val"]), pytree.tree_leaves(result), strict=False):
+            _compare(graph, node, recorded, computed)
+    return result
 
-    def _compare(self, node: fx.Node, recorded: Any, computed: Any) -> None:
-        if not (isinstance(recorded, Tensor) and isinstance(computed, Tensor)):
-            return
-        at = self.training_graph.at
-        shape = tuple(at(s, self.training_graph.batch_size) for s in recorded.shape)
-        if shape != tuple(computed.shape) or recorded.dtype != computed.dtype:
-            raise PassError(
-                f"node {node.name} ({node.target}) is recorded as {recorded.dtype}{list(shape)} but computes "
-                f"{computed.dtype}{list(computed.shape)}."
-            )
+
+def _recorded(graph: TrainingGraph, value: Any) -> Any:
+    """What a known node gives: an empty tensor, or a number that no shape depends on."""
+    if isinstance(value, torch.SymFloat):
+        return 1.0  # read off a tensor, which has no memory here
+    shape, strides = ([graph.at(s, graph.batch_size) for s in sizes] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+
+
+def _known(node: fx.Node, earlier: Mapping[str, fx.Node]) -> bool:
+    """Whether a node does what it did before, with what the same nodes give it; only of nodes with one result."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, torch.SymFloat)):
+        return False
+    pairs = [(n, earlier.get(n.name)) for n in (node, *node.all_input_nodes)]
+    if any(b is None or n.meta.get("val") is not b.meta.get("val") for n, b in pairs):
+        return False
+    was = earlier[node.name]
+    return node.target is was.target and repr((node.args, node.kwargs)) == repr((was.args, was.kwargs))
+
+
+def _compare(graph: TrainingGraph, node: fx.Node, recorded: Any, computed: Any) -> None:
+    if not (isinstance(recorded, Tensor) and isinstance(computed, Tensor)):
+        return
+    shape = tuple(graph.at(s, graph.batch_size) for s in recorded.shape)
+    if shape != tuple(computed.shape) or recorded.dtype != computed.dtype:
+        raise PassError(
+            f"node {node.name} ({node.target}) is recorded as {recorded.dtype}{list(shape)} but computes "
+            f"{computed.dtype}{list(computed.shape)}."
+        )
