@@ -35,8 +35,11 @@ CORRECTIONS = 3
 SLACK = 0.05
 """Part of the limit that a first plan may leave unused."""
 
+NOTICED = 0.01
+"""Part of a step's time that a coarser form must save to be tried."""
+
 SLOWER = 0.05
-"""Part of a step's time that a finer form may take before coarser ones are tried, with more recomputation if need be."""
+"""Part that it must save to be tried with more recomputation."""
 
 
 def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importance] | None = None) -> Plan:
@@ -80,11 +83,12 @@ def _quicker(plan: Plan, forms: Sequence[Plan], peaks: Peaks, profile: FlopProfi
     exact = plan.train == forms[0].train and plan.without_approximations().passes == plan.passes
     for form in forms:
         candidate = _in_form(form, plan, forms)
-        if _extra_seconds(plan, graph) - _extra_seconds(candidate, graph) <= SLOWER * taken:
+        spared = _extra_seconds(plan, graph) - _extra_seconds(candidate, graph)
+        if spared <= NOTICED * taken:
             return plan
         if peaks.within(candidate):
             return candidate
-        if exact:
+        if exact and spared > SLOWER * taken:
             attempt = _Attempt(form, peaks, profile, offers_of(form, graph))
             problem = make_problem(form, graph, profile, None, replace(attempt.offers, smaller={}))
             found = attempt.by_estimates(problem, train_all=True)

@@ -58,7 +58,7 @@ def _computed(graph: TrainingGraph, node: fx.Node, values: dict[fx.Node, Any]) -
     if node.op == "get_attr":
         return operator.attrgetter(str(node.target))(graph.module)
     operation: Any = node.target
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
     try:
         result = operation(*args, **kwargs)
     except Exception as error:
