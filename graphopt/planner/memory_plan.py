@@ -33,7 +33,7 @@ CORRECTIONS = 3
 """Times that a prediction corrects the estimates."""
 
 SLACK = 0.05
-"""Part of the limit that a first plan may leave unused."""
+"""Part of the limit that a plan may leave unused before a better one is looked for."""
 
 NOTICED = 0.01
 """Part of a step's time that a coarser form must save to be tried."""
@@ -199,7 +199,8 @@ class _Attempt:
         problem = everything if train_all else problem
         trained = [k for k, value in enumerate(everything.importance) if value]
         start = min(0, peak_of(self.plan) - evaluate(problem, trained, (), ())[1])  # fusion keeps less than the program counts
-        unseen, low, high, spare_flops = start, start - 1, self._limit, self.spare_flops
+        unseen, low, high, spare_flops = start, start - self._limit, self._limit, self.spare_flops
+        best = None
         for _ in range(ROUNDS):
             allocation = solve(
                 problem,
@@ -209,6 +210,7 @@ class _Attempt:
                 may_compress=not train_all,
                 may_recompute=self.offers.recomputes,
             )
+            measured = None
             if allocation is None:
                 if unseen == start:
                     return None
@@ -216,17 +218,22 @@ class _Attempt:
             else:
                 plan = self._plan(problem, allocation, train_all)
                 peak = peak_of(plan)
-                if peak <= self._limit:
-                    if _within_flops(plan, self.peaks.graph, self.profile):
-                        return plan
+                if peak > self._limit:
+                    low, measured = (
+                        unseen,
+                        peak - allocation.peak_bytes,
+                    )  # more than before, as this plan was within what was left
+                elif not _within_flops(plan, self.peaks.graph, self.profile):
                     spare_flops = allocation.step_flops - dearest_step(plan, self.peaks.graph, self.profile)  # less than before
                     continue
-                low, unseen = unseen, peak - allocation.peak_bytes  # more than before, as this plan was within what was left
-            if not low < unseen < high:
-                unseen = (low + high) // 2
+                elif peak >= (1 - SLACK) * self._limit:
+                    return plan
+                else:
+                    best, high = plan, unseen  # with room left
+            unseen = measured if measured is not None and low < measured < high else (low + high) // 2
             if unseen in (low, high):
-                return None
-        return None
+                break
+        return best
 
     @property
     def _limit(self) -> int:

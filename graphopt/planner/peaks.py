@@ -10,30 +10,27 @@ from graphopt.graph import TrainingGraph
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
 
-UNSURE = 0.5
-"""Part of a limit by which an estimate may exceed it before a plan is believed to do so, where none was corrected."""
-
-CORRECTED = 0.1
-"""The same once a prediction has corrected estimates."""
+UNSURE = 0.1
+"""Part of a limit by which an estimate must exceed it for a plan to be believed to do so."""
 
 
 @dataclass
 class Peaks:
     """What plans of one graph need, in bytes.
 
-    A prediction runs Inductor's whole pipeline short of its compiler. An estimate is the peak of the same graphs without fusion,
-    times what a plan near the limit was predicted to need of its own.
+    A prediction runs Inductor's whole pipeline short of its compiler. An estimate takes the peak of the same graphs without fusion;
+    fusion leaves the same part of it as in the plan that was predicted last, what is there for the whole step aside.
 
     Attributes:
         graph: as captured.
         limit: whose backend and optimizer count, and which says what was predicted before.
-        fused: predicted over unfused, of the plan that `correct` was last given.
+        left: by fusion, in the plan that `correct` was last given.
     """
 
     graph: TrainingGraph
     limit: MemoryLimit
-    fused: float | None = None
-    _unfused: dict[Hashable, int] = field(default_factory=dict)
+    left: float | None = None
+    _unfused: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def estimates(self) -> bool:
@@ -48,20 +45,26 @@ class Peaks:
         """Near to that."""
         if not self.estimates:
             return self.predicted(plan)
-        return int((self.fused or 1.0) * self._without_fusion(plan))
+        always, passing = self._without_fusion(plan)
+        return always + int((1.0 if self.left is None else self.left) * passing)
 
     def within(self, plan: Plan) -> bool:
         """Whether a plan is predicted to keep to the limit; far above it an estimate says that it does not."""
-        unsure = UNSURE if self.fused is None else CORRECTED
-        return self.estimated(plan) <= (1 + unsure) * self.limit.peak_bytes and self.predicted(plan) <= self.limit.peak_bytes
+        if self.left is not None and self.estimated(plan) > (1 + UNSURE) * self.limit.peak_bytes:
+            return False
+        self.correct(plan)
+        return self.predicted(plan) <= self.limit.peak_bytes
 
     def correct(self, plan: Plan) -> None:
         """Let later estimates be as far from predictions as that of this plan is."""
         if self.estimates:
-            self.fused = self.predicted(plan) / self._without_fusion(plan)
+            always, passing = self._without_fusion(plan)
+            self.left = max(0, self.predicted(plan) - always) / max(passing, 1)
 
-    def _without_fusion(self, plan: Plan) -> int:
+    def _without_fusion(self, plan: Plan) -> tuple[int, int]:
+        """Bytes that are there for the whole step, and the most beside them."""
         if plan.key not in self._unfused:
             rewritten, _ = plan.rewrite(self.graph)
-            self._unfused[plan.key] = step_memory(rewritten, "aot_eager", self.limit.optimizer).peak_bytes
+            memory = step_memory(rewritten, "aot_eager", self.limit.optimizer)
+            self._unfused[plan.key] = memory.static_bytes, memory.peak_bytes - memory.static_bytes
         return self._unfused[plan.key]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from graphopt.passes.runlora.choose import Choice
 from graphopt.passes.runlora.rewrite import reorder
 
@@ -20,9 +21,13 @@ _LOWEST, _HIGHEST, _STEPS = -18.0, 18.0, 24
 def orders_within(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, choose: ChooseOrders) -> dict[str, Choice]:
     """The cheapest orders with which a step stays within `limit`; if none do, those that keep the fewest bytes.
 
-    Orders are rewritten into the graph and their peak predicted; the excess tells how many bytes fewer must be kept.
+    Orders are rewritten into the graph and their peak predicted; the excess tells how many bytes fewer must be kept. A graph that
+    serves several lengths has no one peak: there orders keep no more than the model's own.
     """
     choices = choose(0.0)
+    if any(isinstance(node.meta["val"], torch.SymInt) for node in graph.placeholders):
+        before = sum(choice.saved_before for choice in choices.values())
+        return choices if _saved(choices) <= before else _cheapest(choose, before)
     least = choose(10.0**_HIGHEST)
     target = _saved(choices)
     while _saved(choices) > _saved(least):

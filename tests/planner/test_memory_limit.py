@@ -99,7 +99,8 @@ def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = MemoryLimit(110, "aot_eager")
     monkeypatch.setattr("graphopt.passes.runlora.within_memory._rewritten", lambda _, choices: choices)
     monkeypatch.setattr(MemoryLimit, "peak_of", lambda _, choices, __: 100 + sum(c.saved_after for c in choices.values()))
-    found = orders_within(limit, None, 1, choose)  # type: ignore[arg-type]
+    graph = capture_to_run(nn.Linear(2, 2), (torch.randn(2, 2),), {}, None)
+    found = orders_within(limit, graph, 1, choose)
     assert {name: c.saved_after for name, c in found.items()} == {"cheap": 0, "dear": 10}
 
 

@@ -80,6 +80,20 @@ def test_two_adapters_of_a_layer_train_with_batches_of_other_shapes() -> None:
         torch.testing.assert_close(*found)
 
 
+def test_under_a_limit_on_memory_orders_are_chosen_for_other_lengths_too(recwarn: pytest.WarningsRecorder) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), Adapted(), nn.Linear(6, 3))
+    batches = [torch.randn(n, length, 6) for n, length in ((8, 40), (5, 20), (4, 7))]
+    peak = graphopt.analyze(model, (batches[0],), loss=lambda y: y.square().sum(), backend="aot_eager").memory.peak_bytes
+    budget = graphopt.Budget(memory=2 * peak)
+    opt = graphopt.optimize(model, (batches[0],), budget, loss=lambda y: y.square().sum(), backend="aot_eager")
+    for x in batches:
+        opt(x).square().sum().backward()
+        assert opt.last_step is not None
+        assert any(report.name == "runlora" and report.changes.changed for report in opt.last_step.reports)
+    assert not [str(w.message) for w in recwarn if "graphopt" in str(w.message) or "rewritten" in str(w.message)]
+
+
 @pytest.mark.parametrize(
     "kind",
     ["detached input", "hidden used elsewhere", "detached hidden", "one of two detached", "weight used twice", "up is the weight",
