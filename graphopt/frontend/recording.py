@@ -6,8 +6,9 @@ training step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from graphopt.compat.aot import forward_graph, joint_graph
 from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
+from graphopt.frontend.attributes import attributes_of, put_back
 from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
 from graphopt.frontend.region import region_of, tensor_names, training_graph
 from graphopt.graph import TrainingGraph
@@ -58,7 +60,6 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     inputs = flatten_call(args, kwargs)
     regions: list[RecordedRegion] = []
     unplanned: list[str] = []
-    running = _without_side_effects(model)
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Any:
         placeholders = module.graph.find_nodes(op="placeholder")
@@ -84,7 +85,14 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return run
 
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
-    with unchanged_draws(inputs.tensors), no_generation_cache(running), Settings(running), statically(), torch.enable_grad():
+    with (
+        _without_side_effects(model) as running,
+        unchanged_draws(inputs.tensors),
+        no_generation_cache(running),
+        Settings(running),
+        statically(),
+        torch.enable_grad(),
+    ):
         output = compiled_by(lambda *a, **k: running(*a, **k), backend, False)(*args, **kwargs)
     returned = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     planned = [region for region in regions if region.graph is not None]
@@ -131,18 +139,30 @@ def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     inputs = flatten_call(args, kwargs).tensors
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
     try:
-        with unchanged_draws(inputs), torch.enable_grad():
-            output = _without_side_effects(model)(*args, **kwargs)
+        with unchanged_draws(inputs), _without_side_effects(model) as running, torch.enable_grad():
+            output = running(*args, **kwargs)
     except Exception as error:
         logger.debug("the model does not run", exc_info=error)
         return False
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
 
 
-def _without_side_effects(model: nn.Module) -> nn.Module:
-    """A copy of a model; the model itself where it has none."""
+@contextlib.contextmanager
+def _without_side_effects(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy of a model to run; where it has none the model itself, whose buffers and attributes are put back."""
     try:
-        return twin(model)
+        own = twin(model)
     except Exception as error:
         logger.info("a model that cannot be copied is run once (%s)", first_line(error))
-        return model
+    else:
+        yield own
+        return
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    attributes = attributes_of(model)
+    try:
+        yield model
+    finally:
+        put_back(attributes)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)

@@ -18,8 +18,8 @@ UNSURE = 0.1
 class Peaks:
     """What plans of one graph need, in bytes.
 
-    A prediction runs Inductor's whole pipeline short of its compiler. An estimate takes the peak of the same graphs without fusion;
-    fusion leaves the same part of it as in the plan that was predicted last, what is there for the whole step aside.
+    A prediction runs Inductor's whole pipeline short of its compiler. An estimate takes the peak of the same graphs without
+    fusion: of what is not there for the whole step, fusion leaves the same part as in the plan that was predicted last.
 
     Attributes:
         graph: as captured.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import graphopt
 from graphopt.frontend.recording import record
 
 
@@ -31,3 +32,36 @@ def test_the_ninth_model_of_a_class_is_recorded_where_all_calls_of_torch_compile
     for _ in range(9):
         assert len(record(TwoParts(), (torch.ones(3, 4),), {}, 0, "it breaks").graph.trainable) == 4
     torch.compiler.reset()
+
+
+class Untold:
+    """An output in which torch finds no tensors."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class Uncopied(nn.Module):
+    """It cannot be copied, as its weight is the result of a computation; it counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.utils.weight_norm(nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("count", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Untold:
+        self.count += 1
+        self.calls += 1
+        return Untold(self.norm(self.layer(x)).square().mean())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_model_that_cannot_be_copied_stays_as_it_was() -> None:
+    model, x = Uncopied(), torch.randn(16, 8)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for prepare in (graphopt.analyze, graphopt.optimize):
+        prepare(model, (x,), backend="aot_eager")
+        torch.testing.assert_close(dict(model.named_buffers()), before)
+        assert model.calls == 0
