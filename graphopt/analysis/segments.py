@@ -43,6 +43,7 @@ class Segment:
             later segments.
         parameters: names of those that it reads first.
         saved_bytes: what the forward keeps of `nodes` for the backward, at the captured batch size.
+        held_bytes: what it keeps of the segment's other nodes, whether `nodes` are computed again or not.
         flops: of `nodes`.
     """
 
@@ -50,6 +51,7 @@ class Segment:
     nodes: tuple[fx.Node, ...]
     parameters: tuple[str, ...]
     saved_bytes: int
+    held_bytes: int
     flops: int
 
 
@@ -89,12 +91,14 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
         ]
         inside = _whole_groups(inside)
         kept = {view_source(n) for n in inside if n in saved} & set(inside)
+        held = {source for n in members[index] if n in saved and (source := view_source(n)).op == "call_function"} - kept
         found.append(
             Segment(
                 f"{index + 1} {module_path(nodes[end - 1])}".strip(),
                 tuple(inside),
                 tuple(name for name, first in first_read.items() if first == index),
                 sum(_bytes(graph, n) for n in kept),
+                sum(_bytes(graph, n) for n in held if segment_of.get(n) == index),
                 sum(graph.at(node_flops(n), graph.batch_size) for n in inside),
             )
         )

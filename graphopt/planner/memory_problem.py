@@ -78,7 +78,8 @@ def make_problem(
     else:
         rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
     kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
-    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value)
+    held = tuple(segment.held_bytes for segment in segments)
+    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value, held)
 
 
 def planned(

@@ -37,6 +37,7 @@ class Problem:
         segments: (bytes kept for the backward, FLOPs of computing them again) per segment of the forward, in order.
         fixed_bytes: parameters, buffers and inputs.
         kept_value: part of a tensor's importance that remains where its gradient is compressed.
+        held: bytes per segment that are kept, computed again or not, where anything trains in it or before it; none by default.
     """
 
     costs: BackwardCosts
@@ -45,6 +46,12 @@ class Problem:
     segments: tuple[tuple[int, int], ...]
     fixed_bytes: int
     kept_value: float = 1.0
+    held: tuple[int, ...] = ()
+
+    @property
+    def held_bytes(self) -> tuple[int, ...]:
+        """`held`, one per segment."""
+        return self.held or (0,) * len(self.segments)
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,9 @@ def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], 
     first = min((tensors[k].segment for k in trained), default=len(problem.segments))
     peak = base + sum(tensors[k].gradient for k in whole)
     kept = 0
-    for j, (saved, _) in enumerate(problem.segments):
+    for j, ((saved, _), held) in enumerate(zip(problem.segments, problem.held_bytes, strict=True)):
         if j >= first:
+            kept += held
             gradients = sum(tensors[k].gradient for k in whole if tensors[k].segment >= j)
             peak = max(peak, base + kept + saved + gradients)
             kept += 0 if j in recomputed else saved

@@ -35,7 +35,7 @@ def solve(
 
     Variables: x_k trains tensor k, c_k <= x_k compresses it, r_i computes segment i again (binary); y_c, a_i, w_i in [0, 1]: a
     class of backward nodes runs, a segment's results are needed, they are kept. While the backward of segment j runs, the device
-    holds fixed + sum_k state_k (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j
+    holds fixed + sum_k state_k (x_k - c_k) + sum_k small_k c_k + sum_{i < j} saved_i w_i + saved_j a_j + sum_{i <= j} held_i a_i
     + sum_{k not read before j} gradient_k (x_k - c_k) bytes; in the optimizer's step all gradients and nothing saved.
 
     Args:
@@ -241,5 +241,6 @@ def _moments(problem: Problem, at: _Positions) -> Iterable[dict[int, float]]:
                 moment[at.compressed + k] -= tensor.gradient
         if j < at.segments:
             moment |= {at.kept + i: problem.segments[i][0] for i in range(j)}
-            moment[at.needed + j] = problem.segments[j][0]
+            moment |= {at.needed + i: held for i, held in enumerate(problem.held_bytes[:j])}
+            moment[at.needed + j] = problem.segments[j][0] + problem.held_bytes[j]
         yield moment

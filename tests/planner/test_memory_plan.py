@@ -253,3 +253,25 @@ def test_where_the_selection_keeps_to_the_flops_nothing_is_sampled_and_loops_run
     assert opt.report.flops_ratio <= 0.7
     opt.save_state(tmp_path / "state")
     opt.load_state(tmp_path / "state")
+
+
+def test_a_larger_limit_trains_more_where_little_can_be_computed_again() -> None:
+    """Batch norms write their statistics, so that most of what is kept stays kept: leaving tensors untrained is what helps."""
+
+    def convolutions() -> nn.Module:
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for channels in (3, 16, 16, 16):
+            layers += [nn.Conv2d(channels, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 64, 4))
+
+    x = torch.randn(8, 3, 8, 8)
+    options = {"loss": lambda y: y.square().mean(), "backend": "aot_eager"}
+    whole = graphopt.analyze(convolutions(), (x,), **options).memory.peak_bytes
+    trained = []
+    for part in (0.6, 0.7, 0.8, 0.9, 1.0):
+        opt = graphopt.optimize(convolutions(), (x,), graphopt.Budget(memory=int(part * whole)), **options)
+        trained.append(opt.report.trained)
+    assert trained == sorted(trained)
+    assert len(set(trained)) >= 4
+    assert trained[-1] == 18

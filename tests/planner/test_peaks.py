@@ -45,13 +45,13 @@ def test_without_fusion_an_estimate_is_the_prediction(graph: TrainingGraph) -> N
     plan = plan_for(limit)
     peaks.correct(plan)
     assert not peaks.estimates
-    assert peaks.fused is None
+    assert peaks.left is None
     assert peaks.estimated(plan) == peaks.predicted(plan) == limit.peak_of(plan.rewrite(graph)[0], 512)
 
 
-def test_what_is_far_above_the_limit_is_not_predicted(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_estimate_has_far_above_the_limit_is_not_predicted(graph: TrainingGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = MemoryLimit(1, "inductor")
-    peaks = Peaks(graph, limit)
+    peaks = Peaks(graph, limit, left=0.5)
     monkeypatch.setattr(MemoryLimit, "peak_once", None)
     assert not peaks.within(plan_for(limit))
 
@@ -60,10 +60,10 @@ def test_what_is_near_the_limit_is_predicted_which_corrects_estimates(graph: Tra
     first = MemoryLimit(1, "inductor")
     plan = plan_for(first)
     peaks = Peaks(graph, first)
-    before = peaks.estimated(plan)
-    peaks.correct(plan)
+    unfused = peaks.estimated(plan)
+    assert not peaks.within(plan)
     peak = peaks.predicted(plan)
-    assert peaks.fused == peak / before
+    assert peak < unfused
     assert peaks.estimated(plan) == pytest.approx(peak, abs=1)
     assert Peaks(graph, replace(first, peak_bytes=peak)).within(plan)
     assert not Peaks(graph, replace(first, peak_bytes=peak - 1)).within(plan)
@@ -84,4 +84,4 @@ def test_few_predictions_lead_to_a_plan(monkeypatch: pytest.MonkeyPatch) -> None
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=most))
     assert opt.report.trained == opt.report.trainable
     assert predictions[-1] <= most
-    assert len(predictions) <= 2
+    assert len(predictions) <= 3

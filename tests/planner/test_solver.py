@@ -31,7 +31,9 @@ def random_problem(seed: int) -> Problem:
     )
     segments = tuple((rng.randint(10, 60), rng.randint(5, 15)) for _ in range(3))
     costs = BackwardCosts(tuple("abcde"), rng.randint(20, 60), tuple(classes), tuple(f for m, f in classes if len(m) == 1))
-    return Problem(costs, tuple(rng.uniform(0.1, 1) for _ in range(5)), tensors, segments, 100, 0.75)
+    importance = tuple(rng.uniform(0.1, 1) for _ in range(5))
+    held = tuple(rng.randint(0, 40) for _ in range(3)) if seed % 2 else ()
+    return Problem(costs, importance, tensors, segments, 100, 0.75, held)
 
 
 def all_choices(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
