@@ -52,8 +52,10 @@ class Peaks:
         """Whether a plan is predicted to keep to the limit; far above it an estimate says that it does not."""
         if self.left is not None and self.estimated(plan) > (1 + UNSURE) * self.limit.peak_bytes:
             return False
+        if self.predicted(plan) <= self.limit.peak_bytes:
+            return True
         self.correct(plan)
-        return self.predicted(plan) <= self.limit.peak_bytes
+        return False
 
     def correct(self, plan: Plan) -> None:
         """Let later estimates be as far from predictions as that of this plan is."""
