@@ -23,7 +23,7 @@ from graphopt.compat.aot import forward_graph, joint_graph
 from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
-from graphopt.frontend.attributes import attributes_of, put_back
+from graphopt.frontend.before import Before
 from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
 from graphopt.frontend.region import region_of, tensor_names, training_graph
 from graphopt.graph import TrainingGraph
@@ -157,12 +157,5 @@ def _without_side_effects(model: nn.Module) -> Iterator[nn.Module]:
     else:
         yield own
         return
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    attributes = attributes_of(model)
-    try:
+    with Before(False).restored(model):
         yield model
-    finally:
-        put_back(attributes)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from graphopt import compat
 from graphopt.compat import pytree
 from graphopt.errors import RerunError
-from graphopt.frontend.attributes import attributes_of, put_back
 from graphopt.frontend.backend import PlanBackend
+from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import Places, Ran
 from graphopt.testing.compare import tolerance_of
 
@@ -38,47 +38,6 @@ _OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_
 """Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
 
 _ABSENT = object()
-
-
-class Before:
-    """What a step begins with, as far as it changes that: random numbers of the CPU, buffers, and attributes."""
-
-    __slots__ = ("attributes", "buffers", "draws")
-
-    def __init__(self, draws: bool, model: nn.Module | None = None) -> None:
-        """Remember.
-
-        Args:
-            draws: whether the step draws random numbers.
-            model: whose buffers and attributes are remembered.
-        """
-        self.draws = torch.get_rng_state() if draws else None
-        self.buffers = [] if model is None else [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self.attributes = [] if model is None else attributes_of(model)
-
-    @contextlib.contextmanager
-    def restored(self, model: nn.Module) -> Iterator[None]:
-        """What runs inside begins with it, and leaves no trace in random numbers, buffers and attributes of `model`."""
-        buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        versions = [b._version for b, _ in buffers]
-        attributes = attributes_of(model)
-        now = torch.get_rng_state()
-        try:
-            if self.draws is not None:
-                torch.set_rng_state(self.draws)
-            put_back(self.attributes)
-            with torch.no_grad():
-                for buffer, value in self.buffers:
-                    buffer.copy_(value)
-            with torch.enable_grad():
-                yield
-        finally:
-            torch.set_rng_state(now)
-            put_back(attributes)
-            with torch.no_grad():
-                for (buffer, value), version in zip(buffers, versions, strict=True):
-                    buffer.copy_(value)
-                    compat.set_version(buffer, version)  # the first run's backward may still read it
 
 
 class Rerun:

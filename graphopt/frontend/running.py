@@ -19,15 +19,15 @@ from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import draws, pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere
 from graphopt.errors import GraphoptError, LossNotFirst, PassError
-from graphopt.frontend.attributes import have_changed
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
+from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import CompiledRegion, Places, Ran
 from graphopt.frontend.eager_parts import UNCOMPILED, no_longer_traced
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import tensor_names
-from graphopt.frontend.rerun import Before, Rerun
+from graphopt.frontend.rerun import Rerun
 from graphopt.frontend.step import RegionStep
 from graphopt.frontend.values import Supplier, Values
 from graphopt.lower import Backend
@@ -153,7 +153,7 @@ class Running:
             if ran.region.places is None:
                 ran.region.places = Places.of(ran.region, outputs, node, pytree.tree_leaves(output))
             node.ask = Rerun(self, plan, differentiated, (args, kwargs), before, self._devices, outputs, ran.region.places, ran)
-            if before is not None and 1 < self._calls <= FIRST_CALLS and have_changed(before.attributes):
+            if before is not None and 1 < self._calls <= FIRST_CALLS and before.has_changed():
                 self.differentiate_all()
         return output
 

@@ -219,10 +219,8 @@ class _Attempt:
                 plan = self._plan(problem, allocation, train_all)
                 peak = peak_of(plan)
                 if peak > self._limit:
-                    low, measured = (
-                        unseen,
-                        peak - allocation.peak_bytes,
-                    )  # more than before, as this plan was within what was left
+                    low = unseen
+                    measured = peak - allocation.peak_bytes  # more than before, as this plan was within what was left
                 elif not _within_flops(plan, self.peaks.graph, self.profile):
                     spare_flops = allocation.step_flops - dearest_step(plan, self.peaks.graph, self.profile)  # less than before
                     continue

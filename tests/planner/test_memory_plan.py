@@ -14,21 +14,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt import BudgetError, PassError
 from graphopt.planner.memory_limit import MemoryLimit
-
-
-class Tower(nn.Module):
-    """Blocks that widen by eight and narrow again."""
-
-    def __init__(self, depth: int = 4, width: int = 32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 8 * width), nn.Tanh(), nn.Linear(8 * width, width)) for _ in range(depth)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+from tests.planner.tower import Tower
 
 
 def tower(samples: int = 512) -> tuple[nn.Module, Tensor]:

@@ -5,29 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
 from graphopt.api import pareto
 from graphopt.report.pareto import plot_points
-
-
-class Tower(nn.Module):
-    """Blocks that widen by four and narrow again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(48, 192), nn.Tanh(), nn.Linear(192, 48)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+from tests.planner.tower import Tower
 
 
 def test_points_trade_flops_memory_and_importance(tmp_path: Path) -> None:
     torch.manual_seed(0)
     steps: list[int] = []
-    points = pareto(Tower(), (torch.randn(256, 48),), advance=lambda: steps.append(1))
+    points = pareto(Tower(3, 48, 4), (torch.randn(256, 48),), advance=lambda: steps.append(1))
     assert len(steps) == 36
     assert len(points) >= 5
     assert max(p.importance for p in points) == 1.0

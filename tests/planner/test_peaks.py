@@ -7,32 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 from graphopt.passes import Recompute
-from torch import Tensor, nn
+from torch import nn
 
 import graphopt
 from graphopt.graph import TrainingGraph
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.peaks import Peaks
 from graphopt.planner.plan import Plan
-
-
-class Tower(nn.Module):
-    """Blocks that widen by eight and narrow again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 16)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+from tests.planner.tower import Tower
 
 
 @pytest.fixture
 def graph() -> TrainingGraph:
     torch.manual_seed(0)
-    return graphopt.analyze(Tower(), (torch.randn(512, 16),), backend="aot_eager").graph
+    return graphopt.analyze(Tower(3, 16, activation=nn.GELU), (torch.randn(512, 16),), backend="aot_eager").graph
 
 
 def plan_for(limit: MemoryLimit) -> Plan:
@@ -71,7 +59,7 @@ def test_what_is_near_the_limit_is_predicted_which_corrects_estimates(graph: Tra
 
 def test_few_predictions_lead_to_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model, x = Tower(), torch.randn(4096, 16)
+    model, x = Tower(3, 16, activation=nn.GELU), torch.randn(4096, 16)
     most = int(0.85 * graphopt.analyze(model, (x,)).memory.peak_bytes)
     predictions: list[int] = []
     peak_of = MemoryLimit.peak_of
