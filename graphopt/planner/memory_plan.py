@@ -86,7 +86,7 @@ def _quicker(plan: Plan, forms: Sequence[Plan], peaks: Peaks, profile: FlopProfi
         spared = _extra_seconds(plan, graph) - _extra_seconds(candidate, graph)
         if spared <= NOTICED * taken:
             return plan
-        if peaks.within(candidate):
+        if peaks.within(candidate, unsure=0.0):
             return candidate
         if exact and spared > SLOWER * taken:
             attempt = _Attempt(form, peaks, profile, offers_of(form, graph))

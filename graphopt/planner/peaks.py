@@ -48,9 +48,13 @@ class Peaks:
         always, passing = self._without_fusion(plan)
         return always + int((1.0 if self.left is None else self.left) * passing)
 
-    def within(self, plan: Plan) -> bool:
-        """Whether a plan is predicted to keep to the limit; far above it an estimate says that it does not."""
-        if self.left is not None and self.estimated(plan) > (1 + UNSURE) * self.limit.peak_bytes:
+    def within(self, plan: Plan, unsure: float = UNSURE) -> bool:
+        """Whether a plan is predicted to keep to the limit; far above it an estimate says that it does not.
+
+        Args:
+            unsure: part of the limit by which the estimate must exceed it for that.
+        """
+        if self.left is not None and self.estimated(plan) > (1 + unsure) * self.limit.peak_bytes:
             return False
         if self.predicted(plan) <= self.limit.peak_bytes:
             return True
