@@ -53,7 +53,7 @@ class Recompute(Technique):
     serves = ("memory",)
     by_part = True
     decides = Segments
-    unneeded = "a step fits the memory without it"
+    unneeded = "what is trained fits the memory without it"
 
     def check(self, budget: Budget, passes: Sequence[Pass]) -> None:
         """See that something says what to compute again."""

@@ -157,18 +157,16 @@ class OptimizedModule(PlannedModule):
             tuple(self.states.values()), captures.loss_alone,
         )  # fmt: skip
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Capture a model that was unpickled; one of several graphs is recorded."""
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
+        """The graph of a call, as planning takes it: of a model of several graphs it is recorded."""
         if self._several_graphs:
-            batch_dim = self._captures.batch_dim
-            self.__dict__["_graph"] = record(self._model, args, kwargs, batch_dim, "it is not one graph").graph
-        else:
-            self.__dict__["_graph"] = self._captures.graph(args, kwargs)
+            return record(self._model, args, kwargs, self._captures.batch_dim, "it is not one graph").graph
+        return self._captures.graph(args, kwargs)
 
     def _planned_step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step under a plan; the model itself where torch.compile fails."""
         if self._graph is None:
-            self._captured(args, kwargs)
+            self.__dict__["_graph"] = self._captured(args, kwargs)
         if self._running is None:
             me, fallback = weakref.ref(self), self._fallback  # what runs a model must not keep alive who has it run
             self.__dict__["_running"] = Running(
@@ -196,7 +194,7 @@ class OptimizedModule(PlannedModule):
             return output
         if plan.memory is not None and running.step is not None:
             inputs = flatten_call(args, kwargs)
-            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.graph(args, kwargs))
+            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captured(args, kwargs))
             if told is not None:
                 self.note(told)
         if not plan.measures:

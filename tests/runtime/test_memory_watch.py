@@ -87,3 +87,27 @@ def test_training_goes_on_where_it_cannot_be_predicted(monkeypatch: pytest.Monke
         step(opt, 512)
     assert ["no forecast" in text for text in warned] == [True]
     assert all(p.grad is not None for p in opt.parameters())
+
+
+class Broken(nn.Module):
+    """A perceptron that is two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(hidden).square().mean()
+
+
+def test_a_larger_batch_of_a_model_of_several_graphs_is_predicted_as_well() -> None:
+    model, x = Broken(), torch.randn(8, 16)
+    memory = int(graphopt.analyze(model, (x,), backend="aot_eager").memory.peak_bytes * 1.05)
+    opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=memory), backend="aot_eager")
+    for batch in (8, 512):
+        opt(torch.randn(batch, 16)).backward()
+    (note,) = opt.report.notes
+    assert "inputs (512, 16) needs" in note
