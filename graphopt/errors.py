@@ -152,3 +152,10 @@ def first_line(error: BaseException) -> str:
     """Type and first line of an error, for a message of one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+ALL_FROZEN = (
+    "every selected tensor is frozen now: unfreeze one of them, or call reselect(batch). Where that says that the budget is too "
+    "small for what is left, optimize again with a larger one."
+)
+"""Of a `PassError`."""

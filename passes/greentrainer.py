@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from graphopt.passes.base import Changes, Preserves, Site
 from graphopt.passes.technique import Offers, Selecting, Technique
 
-from graphopt.errors import PassError
+from graphopt.errors import ALL_FROZEN, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.planner.importance import Metric
 
@@ -87,7 +87,7 @@ class GreenTrainer(Technique):
         sites = {site.name for site in self.applicable(graph)}
         kept = sites if plan.train is None else sites & plan.train
         if plan.train is not None and not kept:
-            raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
+            raise PassError(ALL_FROZEN)
         return kept, ()
 
     def apply(self, graph: TrainingGraph, decisions: Collection[str]) -> Changes:

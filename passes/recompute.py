@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from graphopt.passes.base import Changes, Pass, Preserves, Site
 from graphopt.passes.technique import Found, Offers, Planning, Technique
 
-from graphopt.analysis.segments import find_segments
+from graphopt.analysis.segments import find_segments, segments_named
 from graphopt.budget import Budget
 from graphopt.compat import recompute_mark
 from graphopt.errors import PassError
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of the forward to compute again, by name."""
+    """The segments of the forward to compute again, by name, each `merged` of so many neighbours."""
 
     names: tuple[str, ...]
+    merged: int = 1
 
     @property
     def key(self) -> Hashable:
@@ -68,7 +69,8 @@ class Recompute(Technique):
         Raises:
             PassError: they are not.
         """
-        _require(self.segments or (), [segment.name for segment in find_segments(planning.graph)])
+        named = self.segments or ()
+        _require(named, [segment.name for segment in segments_named(planning.graph, named)])
         return plan
 
     def offers(self, plan: Plan, graph: TrainingGraph) -> Offers:
@@ -82,14 +84,16 @@ class Recompute(Technique):
 
     def adopt(self, plan: Plan, found: Found) -> Plan:
         """See `Technique`."""
-        return plan.decided(self.name, Segments(found.recomputed)) if self.segments is None else plan
+        return plan.decided(self.name, Segments(found.recomputed, found.merged)) if self.segments is None else plan
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[str, ...], tuple[()]]:
         """The segments to compute again; all of them in a graph that has not the same ones, as for another sequence length."""
         chosen = plan.decisions.get(self.name, Segments(()))
         wanted = chosen.names if self.segments is None else self.segments
-        known = {segment.name for segment in find_segments(graph)}
-        return (tuple(wanted) if known.issuperset(wanted) else tuple(site.name for site in self.applicable(graph))), ()
+        segments = find_segments(graph, chosen.merged) if self.segments is None else segments_named(graph, wanted)
+        if {segment.name for segment in segments}.issuperset(wanted):
+            return tuple(wanted), ()
+        return tuple(segment.name for segment in segments if segment.saved_bytes), ()
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every segment of the forward that keeps anything for the backward; the name says where it ends."""
@@ -101,7 +105,7 @@ class Recompute(Technique):
         Raises:
             PassError: an unknown segment.
         """
-        segments = {segment.name: (i, segment) for i, segment in enumerate(find_segments(graph), 1)}
+        segments = {segment.name: (i, segment) for i, segment in enumerate(segments_named(graph, decisions), 1)}
         _require(decisions, segments)
         simplify_sizes(graph.graph)  # no size is read off a tensor that is no longer there
         taken = max((int(n.meta.get("ac_graph_id") or 0) for n in graph.graph.nodes), default=0)

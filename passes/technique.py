@@ -100,10 +100,11 @@ class Offers:
 
 @dataclass(frozen=True)
 class Found:
-    """What the program has found: `smaller` gradients by parameter, and `recomputed` segments, by name."""
+    """What the program has found: `smaller` gradients by parameter, and `recomputed` segments, by name, `merged` of so many."""
 
     smaller: tuple[str, ...]
     recomputed: tuple[str, ...]
+    merged: int = 1
 
 
 @dataclass(frozen=True)

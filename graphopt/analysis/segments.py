@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ FINEST = 32
 AROUND = 8
 """Part of all saved bytes, 1 / AROUND, before and after a cut within which it is compared with other places."""
 
+MERGED = (1, 2, 4, 8)
+"""Neighbouring segments that are computed again as one: with more, fewer bytes pass between them, and more are there at once."""
+
 _TORCHS_OWN = frozenset({"aten", "prims"})
 """Namespaces of operators whose tags say whether they are random."""
 
@@ -38,7 +41,7 @@ class Segment:
     """A stretch of the forward.
 
     Attributes:
-        name: its position and the module in which it ends; for people.
+        name: its position, or those of the segments that it is merged of, and the module in which it ends; for people.
         nodes: those that can be computed again, in order: neither random, nor of a custom operator, which might be, nor read by
             later segments.
         parameters: names of those that it reads first.
@@ -55,14 +58,28 @@ class Segment:
     flops: int
 
 
-def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
-    """The segments of a joint graph's forward, in order; empty if nothing could be computed again."""
+def segments_named(graph: TrainingGraph, names: Collection[str]) -> tuple[Segment, ...]:
+    """The segments of a graph's forward among which all of these names are; without merging where there are none such."""
+    for merged in MERGED:
+        segments = find_segments(graph, merged)
+        if {segment.name for segment in segments}.issuperset(names):
+            return segments
+    return find_segments(graph)
+
+
+def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
+    """The segments of a joint graph's forward, in order; empty if nothing could be computed again.
+
+    Args:
+        merged: neighbours that make one segment; see `MERGED`.
+    """
     forward = ancestors(graph.forward_results())
     nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
     if not nodes:
         return ()
     saved = {n: _bytes(graph, n) for n in nodes if _is_saved(n, forward)}
-    cuts = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
+    finest = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
+    cuts = finest[merged - 1 :: merged]
     ends = [*cuts, len(nodes)]
     segment_of = {n: bisect_right(cuts, i) for i, n in enumerate(nodes)}
     for node in _without_tangents(graph):  # views that only the backward reads would hold what they are views of
@@ -94,7 +111,7 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
         held = {source for n in members[index] if n in saved and (source := view_source(n)).op == "call_function"} - kept
         found.append(
             Segment(
-                f"{index + 1} {module_path(nodes[end - 1])}".strip(),
+                f"{_position(index, merged, len(finest) + 1)} {module_path(nodes[end - 1])}".strip(),
                 tuple(inside),
                 tuple(name for name, first in first_read.items() if first == index),
                 sum(_bytes(graph, n) for n in kept),
@@ -103,6 +120,12 @@ def find_segments(graph: TrainingGraph) -> tuple[Segment, ...]:
             )
         )
     return tuple(found)
+
+
+def _position(index: int, merged: int, count: int) -> str:
+    """Of a segment among the finest, counted from 1, such as "3" or, for two that are merged, "3-4"."""
+    first, last = index * merged + 1, min((index + 1) * merged, count)
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _whole_groups(nodes: Sequence[fx.Node]) -> list[fx.Node]:

@@ -18,12 +18,12 @@ from graphopt.calls import BatchDim, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import draws, pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere
-from graphopt.errors import GraphoptError, LossNotFirst, PassError
+from graphopt.errors import ALL_FROZEN, GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
 from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import CompiledRegion, Places, Ran
-from graphopt.frontend.eager_parts import UNCOMPILED, no_longer_traced
+from graphopt.frontend.eager_parts import UNCOMPILED, frozen_names, no_longer_traced
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import tensor_names
@@ -87,6 +87,7 @@ class Running:
         self.modes: Sequence[Any] = ()
         self.values = Values(supplier)
         self._planned = frozenset(planned)
+        self._frozen = frozen_names(model)
         self._compiled: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(PLANS)
         self._checked: set[Hashable] = set()
         self._steps: BoundedCache[Hashable, RegionStep] = BoundedCache(PLANS)
@@ -196,11 +197,8 @@ class Running:
         found: tuple[Any, Any]
         try:
             if self.settled and not compat.is_observed():
-                if not self._configs:
+                with self._prepared() if self._configs else contextlib.nullcontext():
                     found = run(*args, **kwargs)
-                else:
-                    with self._prepared():
-                        found = run(*args, **kwargs)
                 self._call = ((), {})
                 return found
         except Exception as error:
@@ -296,7 +294,8 @@ class Running:
         step = self._steps.get(key)
         if step is None:
             step = self._steps.put(key, RegionStep(plan, ran, deque(maxlen=32), self._broken))
-            step.tell_of_flops(self.note)
+            if self._frozen.issuperset(frozen_names(self.model)):  # else full training takes less, and the step no more
+                step.tell_of_flops(self.note)
         return step
 
     # What a backend asks for; see `Host`.
@@ -322,7 +321,7 @@ class Running:
         """Raise `PassError` if the user has frozen what is selected, and not all: nothing would be trained."""
         trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
         if plan.train is not None and trainable and plan.train.isdisjoint(trainable):
-            raise PassError("every selected tensor is frozen now: call reselect(batch), or unfreeze one of them.")
+            raise PassError(ALL_FROZEN)
 
     def compiled(self, region: CompiledRegion) -> None:
         """Count."""

@@ -68,11 +68,16 @@ class RegionStep:
         whole = reports[0].step_flops_before if reports else 0
         if limit is None or not whole or reports[-1].step_flops_after <= (limit + CLEARLY) * whole:
             return
-        note(
-            f"a step takes {reports[-1].step_flops_after / whole:.2f} of the FLOPs, over flops={limit:.4g}: the plan was made "
-            "for another batch, or for other parameters. Give optimize() a batch with as many labels, and as long, as training "
-            "has; after parameters were added or replaced, optimize again"
+        gradients = [d.target.kind for graph in self.graphs for d in graph.outputs if d.kind == "gradient"]
+        if not gradients:
+            return
+        why = (
+            "gradients of inputs are computed as well. Give optimize() a batch that requires them, as training has"
+            if "input" in gradients
+            else "the plan was made for another batch, or for other parameters. Give optimize() a batch with as many labels, and "
+            "as long, as training has; after parameters were added or replaced, optimize again"
         )
+        note(f"a step takes {reports[-1].step_flops_after / whole:.2f} of the FLOPs, over flops={limit:.4g}: {why}")
 
     @cached_property
     def draws(self) -> bool:

@@ -7,11 +7,12 @@ of that peak, as a prediction takes as long as a part of compiling does; what is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.row_rules import PRODUCTS
+from graphopt.analysis.segments import MERGED
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME
@@ -127,12 +128,15 @@ def _searched(plan: Plan, peaks: Peaks, profile: FlopProfile, rate: Callable[[],
     approximates = offers.leaves_untrained or bool(offers.smaller)
     if not approximates and not offers.recomputes:
         raise _too_little(plan, peaks, peaks.predicted(plan))
-    exact = attempt.search(make_problem(plan, graph, profile, None, replace(offers, smaller={})), train_all=True)
-    if exact is not None:
-        return exact
+    merged = []
+    for exactly in attempt.ever_coarser():
+        exact = attempt.search(exactly, train_all=True)
+        if exact is not None:
+            return exact
+        merged.append(exactly.merged)
     importance = rate() if plan.importance is None and rate is not None and approximates else plan.importance
     attempt = replace(attempt, importance=importance)
-    problem = make_problem(plan, graph, profile, importance, offers)
+    problem = max((make_problem(plan, graph, profile, importance, offers, m) for m in merged), key=attempt.worth)
     found = None if importance is None else attempt.search(problem)
     if found is not None:
         return found
@@ -167,15 +171,32 @@ class _Attempt:
     spare_flops: int = 0
     importance: Importance | None = None
 
+    def ever_coarser(self) -> Iterator[Problem]:
+        """The problem of training all exactly, with ever more segments merged, as long as a step can then need less memory."""
+        least = None
+        for merged in MERGED if self.offers.recomputes else MERGED[:1]:
+            exact = replace(self.offers, smaller={})
+            problem = make_problem(self.plan, self.peaks.graph, self.profile, None, exact, merged)
+            allocation = self._least(problem, train_all=True)
+            if least is not None and (allocation is None or allocation.peak_bytes >= least):
+                return
+            least = None if allocation is None else allocation.peak_bytes
+            yield problem
+
     def search(self, problem: Problem, train_all: bool = False) -> Plan | None:
         """The best plan that is predicted to be within the limit, or the one that needs least memory; None if that is above."""
         found = self.by_estimates(problem, train_all)
         if found is not None:
             return found
         smallest = self.smallest(problem, train_all or not self.offers.leaves_untrained)
-        if smallest is None or self.peaks.predicted(smallest) > self._limit:
+        if smallest is None or not self.peaks.within(smallest):
             return None
         return smallest if _within_flops(smallest, self.peaks.graph, self.profile) else None
+
+    def worth(self, problem: Problem) -> float:
+        """Importance that the program alone has trained within the limit."""
+        allocation = solve(problem, self._flops_limit(self.spare_flops), self._limit, may_recompute=self.offers.recomputes)
+        return 0.0 if allocation is None else sum(problem.importance[k] for k in allocation.train)
 
     def by_estimates(self, problem: Problem, train_all: bool = False) -> Plan | None:
         """The same, or None where estimates lead to none. Each plan that they lead to is predicted, which corrects them."""
@@ -239,16 +260,18 @@ class _Attempt:
 
     def smallest(self, problem: Problem, train_all: bool) -> Plan | None:
         """The plan that needs least memory by these means."""
-        problem = self._as_planned(problem) if train_all else problem
-        allocation = solve(
-            problem,
+        allocation = self._least(problem, train_all)
+        return None if allocation is None else self._plan(problem, allocation, train_all)
+
+    def _least(self, problem: Problem, train_all: bool) -> Allocation | None:
+        return solve(
+            self._as_planned(problem) if train_all else problem,
             self._flops_limit(self.spare_flops),
             smallest_memory=True,
             train_all=train_all,
             may_compress=not train_all,
             may_recompute=self.offers.recomputes,
         )
-        return None if allocation is None else self._plan(problem, allocation, train_all)
 
     def _as_planned(self, problem: Problem) -> Problem:
         """The problem with an importance of 1 for what the plan trains, and of 0 for the rest."""

@@ -41,17 +41,23 @@ def adopted(plan: Plan, found: Found) -> Plan:
 
 
 def make_problem(
-    plan: Plan, graph: TrainingGraph, profile: FlopProfile, importance: Importance | None, offers: Offers
+    plan: Plan,
+    graph: TrainingGraph,
+    profile: FlopProfile,
+    importance: Importance | None,
+    offers: Offers,
+    merged: int = 1,
 ) -> Problem:
     """The numbers of a graph; see `Problem`.
 
     Args:
         plan: whose limit says which optimizer is used, and whose budget whether all is to be trained.
         offers: of the plan's techniques.
+        merged: neighbouring segments that are computed again as one.
     """
     assert plan.memory is not None
     costs = backward_costs(profile)
-    segments = find_segments(graph)
+    segments = find_segments(graph, merged)
     segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
     parameters = {p.name: p for p in graph.parameters}
     device = next(iter(graph.placeholders)).meta["val"].device
@@ -79,7 +85,7 @@ def make_problem(
         rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
     kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
     held = tuple(segment.held_bytes for segment in segments)
-    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value, held)
+    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value, held, merged)
 
 
 def planned(
@@ -96,7 +102,7 @@ def planned(
         keep_selection: what is trained stays as the plan says.
     """
     names = problem.costs.names
-    segments = [segment.name for segment in find_segments(graph)]
+    segments = [segment.name for segment in find_segments(graph, problem.merged)]
     recomputed = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
     smaller = () if keep_selection else tuple(sorted(names[k] for k in allocation.compressed))
     trained = tuple(names[k] for k in allocation.train)
@@ -107,4 +113,4 @@ def planned(
         before = (None, None) if plan.selection is None else (plan.selection.missed, plan.selection.raised)
         selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap, *before)
         plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
-    return adopted(plan, Found(smaller, recomputed))
+    return adopted(plan, Found(smaller, recomputed, problem.merged))

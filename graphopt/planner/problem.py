@@ -38,6 +38,7 @@ class Problem:
         fixed_bytes: parameters, buffers and inputs.
         kept_value: part of a tensor's importance that remains where its gradient is compressed.
         held: bytes per segment that are kept, computed again or not, where anything trains in it or before it; none by default.
+        merged: of so many neighbours each segment consists.
     """
 
     costs: BackwardCosts
@@ -47,6 +48,7 @@ class Problem:
     fixed_bytes: int
     kept_value: float = 1.0
     held: tuple[int, ...] = ()
+    merged: int = 1
 
     @property
     def held_bytes(self) -> tuple[int, ...]:

@@ -24,7 +24,10 @@ from graphopt.runtime.stages import stage
 
 logger = logging.getLogger(__name__)
 
-_NO_LOSS = "The model returns no loss for the example batch: put its labels into the batch, or pass loss= to have the loss count."
+_NO_LOSS = (
+    "The model returns no loss for the example batch: put its labels into the batch, or give loss= to graphopt.optimize (before "
+    "a Trainer is made) to have the loss count."
+)
 
 
 def rate_tensors(

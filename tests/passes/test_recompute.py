@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt import PassError
-from graphopt.analysis.segments import find_segments
+from graphopt.analysis.segments import find_segments, segments_named
 from graphopt.analysis.step_memory import step_memory
 from graphopt.calls import as_call
 from graphopt.capture import capture_to_run
@@ -48,6 +48,32 @@ def test_segments_lie_between_the_blocks_of_a_tower() -> None:
         {f"blocks.{i}.{j}.{kind}" for j in (0, 3) for kind in ("weight", "bias")} for i in range(4)
     ]
     assert all(s.flops >= 2 * 64 * 16 * 128 for s in segments)
+
+
+def test_neighbouring_segments_can_be_merged() -> None:
+    graph = captured(Tower(depth=5), (torch.randn(64, 16),))
+    finest = find_segments(graph)
+    for merged in (2, 4):
+        segments = find_segments(graph, merged)
+        assert len(segments) == -(-len(finest) // merged)
+        groups = [finest[i : i + merged] for i in range(0, len(finest), merged)]
+        for segment, group in zip(segments, groups, strict=True):
+            assert segment.name.split()[0] == "-".join(dict.fromkeys(s.name.split()[0] for s in (group[0], group[-1])))
+            assert set(segment.nodes) >= {node for s in group for node in s.nodes}
+            assert segment.parameters == tuple(name for s in group for name in s.parameters)
+        assert segments_named(graph, [s.name for s in segments]) == segments
+    assert segments_named(graph, [s.name for s in finest]) == finest
+
+
+@pytest.mark.parametrize("merged", [2, 8])
+def test_merged_segments_keep_gradients_exact(merged: int) -> None:
+    def names(graph: TrainingGraph) -> tuple[str, ...]:
+        return tuple(segment.name for segment in find_segments(graph, merged) if segment.saved_bytes)
+
+    model, inputs = zoo.make("bert", batch=4)
+    graphs = zoo.in_both_precisions("bert")
+    for graph, check in zip(graphs.values(), check_pass(Recompute(), model, inputs, names, captured=graphs), strict=True):
+        assert check.report.changes.changed == names(graph)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

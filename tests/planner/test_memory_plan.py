@@ -261,3 +261,23 @@ def test_a_larger_limit_trains_more_where_little_can_be_computed_again() -> None
     assert trained == sorted(trained)
     assert len(set(trained)) >= 4
     assert trained[-1] == 18
+
+
+def test_layers_that_keep_little_apart_are_computed_again_together() -> None:
+    """Each layer alone keeps as many bytes for the next one as it would save."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.GELU())])
+    x = torch.randn(2048, 32)
+    options = {"loss": lambda y: y.square().mean(), "backend": "aot_eager"}
+    reference = copy.deepcopy(model)
+    reference(x).square().mean().backward()
+    whole = graphopt.analyze(model, (x,), **options).memory.peak_bytes
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=int(0.55 * whole)), **options)
+    assert opt.plan.decisions["recompute"].merged > 1
+    opt(x).square().mean().backward()
+    assert not opt.report.approximations
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    longer = torch.randn(1024, 2, 32)
+    opt(longer).square().mean().backward()
+    assert "recompute" in opt.report.passes
