@@ -18,7 +18,7 @@ from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, arguments, is_
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
-from graphopt.transforms.edit import ORIGIN, insert_node
+from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node
 
 aten = torch.ops.aten
 
@@ -53,9 +53,9 @@ class _Editing:
         self.fake_mode = fake_mode_of([graph.example])
 
     def emit(self, anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node before another, of the same half of the step."""
-        node = insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, "partitioner_tag"), self.fake_mode)
-        return node
+        """A new node before another, of the same half of the step, and computed again where that is."""
+        inherited = (*ORIGIN, *CHECKPOINTED, "partitioner_tag")
+        return insert_node(self.graph.graph, target, args, anchor, kwargs, inherited, self.fake_mode)
 
 
 def _one_by_one(graph: TrainingGraph, loss: fx.Node) -> None:

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from graphopt.passes import LinearCrossEntropy, Recompute
+from graphopt.passes import LinearCrossEntropy, Recompute, run_pass
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
+from graphopt.capture import capture_to_run
 from graphopt.frontend.running import FIRST_CALLS
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.product_times import ProductTimes
@@ -90,3 +91,26 @@ def test_where_memory_is_slow_fewer_chunks_and_more_recomputation_are_chosen(
     opt(**inputs).loss.backward()
     assert opt.last_step is not None
     assert MemoryLimit(0, "aot_eager").peak_of(opt.last_step.graph, 4) <= 0.8 * whole
+
+
+def test_what_is_as_wide_as_logits_is_computed_again_as_before() -> None:
+    """Activations of as many numbers as there are classes are seen as matrices, too, and keep their marks."""
+
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = ([torch.nn.Linear(16, 96), torch.nn.Linear(96, 16)] for _ in "four")
+            self.blocks = torch.nn.ModuleList(torch.nn.ModuleList(block) for block in blocks)
+            self.head = torch.nn.Linear(16, 96)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            for wide, narrow in self.blocks:  # type: ignore[misc]
+                x = x + narrow(torch.tanh(0.5 * wide(x)) * 0.5)
+            return torch.nn.functional.cross_entropy(self.head(x).view(-1, 96), labels.view(-1))
+
+    graph = capture_to_run(Wide(), (torch.randn(8, 32, 16), torch.randint(0, 96, (8, 32))), {}, 0)
+    again, _ = run_pass(Recompute(), graph, [site.name for site in Recompute().applicable(graph)])
+    both, report = run_pass(LinearCrossEntropy(4), again, ["head.weight"])
+    assert report.changes.changed == ("head.weight",)
+    least, kept, all_kept = (step_memory(g.clone(), "aot_eager", None).peak_bytes for g in (both, again, graph))
+    assert least <= kept < 0.7 * all_kept
