@@ -136,11 +136,11 @@ def _searched(plan: Plan, peaks: Peaks, profile: FlopProfile, rate: Callable[[],
         merged.append(exactly.merged)
     importance = rate() if plan.importance is None and rate is not None and approximates else plan.importance
     attempt = replace(attempt, importance=importance)
-    problem = max((make_problem(plan, graph, profile, importance, offers, m) for m in merged), key=attempt.worth)
-    found = None if importance is None else attempt.search(problem)
+    problems = [make_problem(plan, graph, profile, importance, offers, m) for m in merged]
+    found = None if importance is None else attempt.search(max(problems, key=attempt.worth))
     if found is not None:
         return found
-    smallest = attempt.smallest(problem, train_all=not offers.leaves_untrained)
+    smallest = attempt.smallest(problems[-1], train_all=not offers.leaves_untrained)
     least = peaks.predicted(plan)
     raise _too_little(plan, peaks, least if smallest is None else min(least, peaks.predicted(smallest)))
 

@@ -281,3 +281,8 @@ def test_layers_that_keep_little_apart_are_computed_again_together() -> None:
     longer = torch.randn(1024, 2, 32)
     opt(longer).square().mean().backward()
     assert "recompute" in opt.report.passes
+    with pytest.raises(BudgetError) as error:
+        graphopt.optimize(model, (x,), graphopt.Budget(memory=1), ["recompute"], **options)
+    least = int(re.findall(r"Smallest feasible with these passes: ([\d,]+)", str(error.value))[0].replace(",", ""))
+    assert least < 0.5 * whole
+    graphopt.optimize(model, (x,), graphopt.Budget(memory=least), ["recompute"], **options)
