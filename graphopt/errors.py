@@ -158,4 +158,4 @@ ALL_FROZEN = (
     "every selected tensor is frozen now: unfreeze one of them, or call reselect(batch). Where that says that the budget is too "
     "small for what is left, optimize again with a larger one."
 )
-"""Of a `PassError`."""
+"""What a `PassError` says where the user has frozen all that is selected."""

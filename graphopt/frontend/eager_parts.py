@@ -1,4 +1,4 @@
-"""What to tell of parts of a model that run in eager mode, or do not train."""
+"""What to tell of parts of a model that run in eager mode."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ UNCOMPILED = (
     "a step ran uncompiled: torch.compile compiles nothing here, or has compiled this model too often for what changes from step "
     "to step. TORCH_LOGS=recompiles says what"
 )
-
-
-def frozen_names(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that require no gradient."""
-    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
 
 
 def left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:

@@ -61,6 +61,11 @@ def tensor_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
     return names
 
 
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that require no gradient."""
+    return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
 def region_of(placeholders: Sequence[fx.Node], values: Sequence[Any], names: Mapping[int, Sequence[str]]) -> Region:
     """The region of a graph of Dynamo's that is given these values.
 

@@ -23,10 +23,10 @@ from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
 from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import CompiledRegion, Places, Ran
-from graphopt.frontend.eager_parts import UNCOMPILED, frozen_names, no_longer_traced
+from graphopt.frontend.eager_parts import UNCOMPILED, no_longer_traced
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
-from graphopt.frontend.region import tensor_names
+from graphopt.frontend.region import frozen_names, tensor_names
 from graphopt.frontend.rerun import Rerun
 from graphopt.frontend.step import RegionStep
 from graphopt.frontend.values import Supplier, Values

@@ -85,7 +85,7 @@ def make_problem(
         rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
     kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
     held = tuple(segment.held_bytes for segment in segments)
-    return Problem(costs, rated, tuple(tensors), kinds, fixed, offers.kept_value, held, merged)
+    return Problem(costs, rated, tuple(tensors), kinds, held, fixed, offers.kept_value, merged)
 
 
 def planned(

@@ -35,9 +35,9 @@ class Problem:
         importance: per tensor, as in `costs.names`; none is negative.
         tensors: bytes per tensor.
         segments: (bytes kept for the backward, FLOPs of computing them again) per segment of the forward, in order.
+        held: bytes per segment that are kept, computed again or not, where anything trains in it or before it.
         fixed_bytes: parameters, buffers and inputs.
         kept_value: part of a tensor's importance that remains where its gradient is compressed.
-        held: bytes per segment that are kept, computed again or not, where anything trains in it or before it; none by default.
         merged: of so many neighbours each segment consists.
     """
 
@@ -45,15 +45,10 @@ class Problem:
     importance: tuple[float, ...]
     tensors: tuple[TensorBytes, ...]
     segments: tuple[tuple[int, int], ...]
+    held: tuple[int, ...]
     fixed_bytes: int
     kept_value: float = 1.0
-    held: tuple[int, ...] = ()
     merged: int = 1
-
-    @property
-    def held_bytes(self) -> tuple[int, ...]:
-        """`held`, one per segment."""
-        return self.held or (0,) * len(self.segments)
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], 
     first = min((tensors[k].segment for k in trained), default=len(problem.segments))
     peak = base + sum(tensors[k].gradient for k in whole)
     kept = 0
-    for j, ((saved, _), held) in enumerate(zip(problem.segments, problem.held_bytes, strict=True)):
+    for j, ((saved, _), held) in enumerate(zip(problem.segments, problem.held, strict=True)):
         if j >= first:
             kept += held
             gradients = sum(tensors[k].gradient for k in whole if tensors[k].segment >= j)

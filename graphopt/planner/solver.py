@@ -241,6 +241,6 @@ def _moments(problem: Problem, at: _Positions) -> Iterable[dict[int, float]]:
                 moment[at.compressed + k] -= tensor.gradient
         if j < at.segments:
             moment |= {at.kept + i: problem.segments[i][0] for i in range(j)}
-            moment |= {at.needed + i: held for i, held in enumerate(problem.held_bytes[:j])}
-            moment[at.needed + j] = problem.segments[j][0] + problem.held_bytes[j]
+            moment |= {at.needed + i: held for i, held in enumerate(problem.held[:j])}
+            moment[at.needed + j] = problem.segments[j][0] + problem.held[j]
         yield moment

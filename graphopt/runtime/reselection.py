@@ -17,6 +17,7 @@ from graphopt.distributed.agreement import plan_of_rank_0
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, first_line
 from graphopt.frontend.recording import record
+from graphopt.frontend.region import frozen_names
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.passes.technique import technique
@@ -79,7 +80,7 @@ class InForce:
         """The joint graph for such a batch."""
         if not self.several:
             return self.captures.graph(args, kwargs)
-        frozen = {name for name, p in self.model.named_parameters() if not p.requires_grad}
+        frozen = frozen_names(self.model)
         if all(p.trainable != (p.name in frozen) for p in self.graph.parameters):
             return self.graph  # nothing was frozen or unfrozen: recording takes a run of the model
         return record(self.model, args, kwargs, self.captures.batch_dim, "it is not one graph").graph
