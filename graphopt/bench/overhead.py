@@ -33,7 +33,7 @@ def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, A
     """Measure some models.
 
     Args:
-        repeats: of every start, of which the median is taken.
+        repeats: of every start; medians are taken, of ratios those of two starts that follow each other.
     Raises:
         InputError: an unknown model.
         GraphoptError: a process failed; says how.
@@ -71,14 +71,15 @@ def _row(
 ) -> dict[str, Any]:
     cold = {way: statistics.median(c for c, _ in found) for way, found in starts.items()}
     warm = {way: statistics.median(w for _, w in found) for way, found in starts.items()}
+    pairs = zip(starts["graphopt"], starts["torch"], strict=True)
     return {
         "model": model,
         "step_seconds": {way: steady[way] for way in starts},
         "steady": steady["ratio"],
         "start_seconds": cold,
-        "start": cold["graphopt"] / cold["torch"],
+        "start": statistics.median(ours / theirs for (ours, _), (theirs, _) in pairs),
         "again_seconds": warm,
-        "again": warm["graphopt"] / cold["graphopt"],
+        "again": statistics.median(w / c for c, w in starts["graphopt"]),
         "batches": {way: found["batches"] for way, found in sizes.items()},
         "lengths": {way: found.get("lengths") for way, found in sizes.items()},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -116,9 +116,8 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     return found
 
 
-def active_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel in whose forward this is called."""
-    return DistributedDataParallel._get_active_ddp_module()
+active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
+"""The DistributedDataParallel in whose forward this is called."""
 
 
 def silence(ddp: DistributedDataParallel) -> None:

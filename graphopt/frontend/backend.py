@@ -5,8 +5,8 @@ What cannot be rewritten is compiled as torch.compile would; tensors that are no
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import operator
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -39,6 +39,8 @@ from graphopt.graph import ancestors
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.runtime.stages import stage
+
+_version_of = operator.attrgetter("_version")
 
 
 class Unsettled(Exception):
@@ -269,13 +271,14 @@ class _Regions:
         self._held = [i for i, value in enumerate(values) if isinstance(value, nn.Parameter)]
         self._numbers = [i for i, node in enumerate(placeholders) if isinstance(node.meta.get("example_value"), SymInt)]
         self._asks = bool(without_backward(module))
+        self._cuts = backend.plan.train is not None
         kind = first.region.needless, self._asks and backend.host().begun
         self._known: dict[Hashable, _Made] = {(tuple(id(values[i]) for i in self._held), kind): first}
         self._by_names: dict[Hashable, _Made] = {(first.region.region.names, kind): first}
 
     def __call__(self, *args: Any) -> Any:
         host = self.backend.host()
-        kind = self.backend.needless(args), self._asks and host.begun
+        kind = self.backend.needless(args) if self._cuts else (), self._asks and host.begun
         made = self._known.get((tuple([id(args[i]) for i in self._held]), kind))
         if made is None:
             made = self._other(args, kind)
@@ -283,12 +286,14 @@ class _Regions:
         if self._numbers:
             made.region.sizes = tuple([args[i] for i in self._numbers])
         if not made.region.unasked:
-            return _cut(made, self._run(made, args, host), args)
+            outputs = self._run(made, args, host)
+            return _cut(made, outputs, args) if made.sources else outputs
         tensors = [args[i] for i in made.read]
-        versions = [tensor._version for tensor in tensors]
+        versions = list(map(_version_of, tensors))
         outputs = self._run(made, args, host)
         node = made.node_of(outputs, args)
-        outputs = _cut(made, outputs, args)
+        if made.sources:
+            outputs = _cut(made, outputs, args)
         if node is not None:
             node.set_materialize_grads(False)
             host.returned(node, outputs, Ran(made.region, made.region.sizes, tensors, versions))
@@ -296,8 +301,12 @@ class _Regions:
 
     @staticmethod
     def _run(made: _Made, args: tuple[Any, ...], host: Host) -> Any:
-        with observed_by(host.modes) if host.modes else contextlib.nullcontext():
-            outputs = made.run(*_without_hooks(made.untrained, args))
+        given = _without_hooks(made.untrained, args) if made.untrained else args
+        if not host.modes:
+            outputs = made.run(*given)
+        else:
+            with observed_by(host.modes):
+                outputs = made.run(*given)
         if made.communicates:
             made.tell_of_ranks(outputs, args)
         return outputs
@@ -331,8 +340,6 @@ def _without_hooks(untrained: Sequence[int], args: tuple[Any, ...]) -> Sequence[
 
 def _cut(made: _Made, outputs: Any, args: tuple[Any, ...]) -> Any:
     """The outputs of a region; where nothing is trained up to one, what comes after it need not pass a gradient on."""
-    if not made.sources:
-        return outputs
     outputs = list(outputs)
     for i, read in made.sources:
         value = outputs[i]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import SymInt, Tensor, fx, nn
 
 from graphopt.compat import expression
 from graphopt.frontend.region import Region
@@ -18,24 +18,28 @@ from graphopt.planner.plan import Plan
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where a region's outputs are among the leaves of what the model returns.
+class Surroundings:
+    """In what a region runs, in every step: Dynamo compiles another one where that changes.
 
     Attributes:
-        loss: which output is the first leaf; None: none is.
+        loss: which output is the first leaf of what the model returns; None: none is.
         unasked: of each output without a backward: its position, its number among the autograd node's outputs, and the leaf's.
+        autocast: automatic mixed precision, as arguments of `torch.autocast`.
     """
 
     loss: int | None
     unasked: tuple[tuple[int, int, int], ...]
+    autocast: tuple[tuple[str, torch.dtype, bool], ...]
 
     @staticmethod
-    def of(region: CompiledRegion, outputs: Sequence[Any], node: Any, leaves: Sequence[Any]) -> Places:
-        """Find them after a run: `outputs` are the region's, made by the autograd node."""
+    def of(region: CompiledRegion, outputs: Sequence[Any], node: Any, leaves: Sequence[Any], model: nn.Module) -> Surroundings:
+        """Find them after a run: `outputs` are the region's, made by the autograd node, `leaves` the model's."""
         found = [next((k for k, leaf in enumerate(leaves) if leaf is output), None) for output in outputs]
         own = [i for i in region.unasked if outputs[i].grad_fn is node]  # others were cut
         unasked = [(i, outputs[i].output_nr, k) for i in own if (k := found[i]) is not None]
-        return Places(found.index(0) if 0 in found else None, tuple(unasked))
+        devices = sorted({"cpu", *(p.device.type for p in model.parameters())})
+        autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in devices]
+        return Surroundings(found.index(0) if 0 in found else None, tuple(unasked), tuple(autocast))
 
 
 @dataclass(eq=False)
@@ -55,7 +59,7 @@ class CompiledRegion:
         reduced: the plan's approximations could not be carried out.
         needless: positions of its inputs that require a gradient which leads to nothing that is trained.
         unasked: positions of its outputs that have no backward; see `graphopt.frontend.outputs`.
-        places: where its outputs are in what the model returns; None until it has returned.
+        surroundings: None until the model has returned.
         gated: it waits by itself for what is still to be done to its weights; see `graphopt.passes.lsp.offload_nodes`.
     """
 
@@ -72,7 +76,7 @@ class CompiledRegion:
     gated: bool = False
     needless: tuple[int, ...] = ()
     unasked: tuple[int, ...] = ()
-    places: Places | None = None
+    surroundings: Surroundings | None = None
 
     def graph_of_last_run(self) -> TrainingGraph | None:
         """`graph`, with the sizes of the last run in the place of those that it was compiled with."""

@@ -194,8 +194,9 @@ def answer(node: Any, outputs: Sequence[Any], unasked: Sequence[int], tangents: 
             node.ask.running.differentiate_all()
 
     def check(gradients: Sequence[Any]) -> None:
-        if any(gradients[i] is not None for i in absent):
-            raise RerunError(_COMPILED)
+        for i in absent:
+            if gradients[i] is not None:
+                raise RerunError(_COMPILED)
 
     wrap_backward(node, run)
     on_compiled_autograd(node, begun, check)

@@ -16,7 +16,7 @@ from graphopt.compat import pytree
 from graphopt.errors import RerunError
 from graphopt.frontend.backend import PlanBackend
 from graphopt.frontend.before import Before
-from graphopt.frontend.compiled_region import Places, Ran
+from graphopt.frontend.compiled_region import Ran
 from graphopt.testing.compare import tolerance_of
 
 if TYPE_CHECKING:
@@ -37,13 +37,11 @@ _TWICE = (
 _OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
 
-_ABSENT = object()
-
 
 class Rerun:
     """The `ask` of one step's autograd node; it must not hold what holds the node."""
 
-    __slots__ = ("arguments", "autocast", "before", "called", "differentiated", "loss", "outputs", "plan", "ran", "running")
+    __slots__ = ("arguments", "before", "called", "differentiated", "loss", "outputs", "plan", "ran", "running")
 
     def __init__(
         self,
@@ -52,9 +50,7 @@ class Rerun:
         differentiated: frozenset[int] | None,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         before: Before | None,
-        devices: Sequence[str],
         outputs: Sequence[Any],
-        places: Places,
         ran: Ran,
     ) -> None:
         """Remember a step that has just run.
@@ -63,17 +59,16 @@ class Rerun:
             differentiated: positions of the leaves that it was prepared for.
             arguments: positional and by name.
             before: what it began with; None where that was not remembered.
-            devices: kinds of devices for which automatic mixed precision may be on.
-            outputs: of the region that it consists of, and their `places`.
+            outputs: of the region that it consists of, and what that `ran`.
         """
-        own = vars(running.model)
+        surroundings = ran.region.surroundings
+        assert surroundings is not None
         self.running, self.plan, self.arguments, self.before = running, plan, arguments, before
         self.differentiated, self.ran = differentiated, ran
-        self.called = [own.get(name, _ABSENT) for name in _OF_A_CALL]
-        self.autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in devices]
-        loss = None if places.loss is None else outputs[places.loss]
+        self.called = list(map(vars(running.model).get, _OF_A_CALL))
+        loss = None if surroundings.loss is None else outputs[surroundings.loss]
         self.loss = None if loss is None else (loss.detach(), loss._version)
-        self.outputs = [(nr, k, weakref.ref(outputs[i]), outputs[i]._version) for i, nr, k in places.unasked]
+        self.outputs = [(nr, k, weakref.ref(outputs[i]), outputs[i]._version) for i, nr, k in surroundings.unasked]
 
     def __call__(self, node: Any, gradients: Mapping[int, Tensor], loss_too: bool) -> Sequence[Tensor | None]:
         """Gradients of what the node needs gradients of, in order.
@@ -119,12 +114,13 @@ class Rerun:
     @contextlib.contextmanager
     def _as_called(self, before: Before) -> Iterator[None]:
         """Inside, the model and torch are as they were for the step's call."""
-        model = self.running.model
+        model, surroundings = self.running.model, self.ran.region.surroundings
+        assert surroundings is not None
         with before.restored(model), contextlib.ExitStack() as stack:
-            for kind, dtype, enabled in self.autocast:
+            for kind, dtype, enabled in surroundings.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             vars(model).pop("forward", None)  # a loop's own, which would compute a step in this one
-            vars(model).update((k, v) for k, v in zip(_OF_A_CALL, self.called, strict=True) if v is not _ABSENT)
+            vars(model).update((k, v) for k, v in zip(_OF_A_CALL, self.called, strict=True) if v is not None)
             yield
 
     def _check_inputs(self, before: Before, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

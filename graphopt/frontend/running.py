@@ -22,7 +22,7 @@ from graphopt.errors import ALL_FROZEN, GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
 from graphopt.frontend.before import Before
-from graphopt.frontend.compiled_region import CompiledRegion, Places, Ran
+from graphopt.frontend.compiled_region import CompiledRegion, Ran, Surroundings
 from graphopt.frontend.eager_parts import UNCOMPILED, no_longer_traced
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
@@ -106,7 +106,6 @@ class Running:
         self._settings = Settings(model)
         self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
-        self._devices: list[str] = []
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
@@ -119,7 +118,7 @@ class Running:
         Raises:
             PassError: everything that the plan trains is frozen.
         """
-        with self._turn:
+        with self._turn.lock:
             return self._in_turn(plan, args, kwargs)
 
     def _in_turn(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +140,6 @@ class Running:
             self.step = self._as_step(plan)
             self._draws = bool(self._draws) or self.step is None or self.step.draws  # for good: kinds may take turns
             self._watches = self._watches or self._returned is not None
-            self._devices = sorted({"cpu", *(p.device.type for p in self.model.parameters())})
         else:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
             self.settled = not self._broken and len(self._ran) == 1 and not self._settings.always
         if self.step is not None:
@@ -151,9 +149,9 @@ class Running:
         if self._returned is not None:
             node, outputs, ran = self._returned
             self._returned, self._positions = None, positions
-            if ran.region.places is None:
-                ran.region.places = Places.of(ran.region, outputs, node, pytree.tree_leaves(output))
-            node.ask = Rerun(self, plan, differentiated, (args, kwargs), before, self._devices, outputs, ran.region.places, ran)
+            if ran.region.surroundings is None:
+                ran.region.surroundings = Surroundings.of(ran.region, outputs, node, pytree.tree_leaves(output), self.model)
+            node.ask = Rerun(self, plan, differentiated, (args, kwargs), before, outputs, ran)
             if before is not None and 1 < self._calls <= FIRST_CALLS and before.has_changed():
                 self.differentiate_all()
         return output
@@ -162,7 +160,7 @@ class Running:
 
     def again(self, plan: Plan, wanted: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a step whose leaves at some positions are differentiated; later steps are prepared for those, too."""
-        with self._turn:
+        with self._turn.lock:
             output, _ = self._run(plan, wanted, args, kwargs)
             self._returned = None
             self._asked = self._differentiated = wanted if self._asked is None else self._asked | wanted
@@ -172,7 +170,7 @@ class Running:
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ran | None:
         """What the step would read if it ran as before; None where that is unknown."""
-        with self._turn:
+        with self._turn.lock:
             self._run(plan, differentiated, args, kwargs)
             returned, self._returned = self._returned, None
         return None if returned is None else returned[2]
@@ -197,8 +195,11 @@ class Running:
         found: tuple[Any, Any]
         try:
             if self.settled and not compat.is_observed():
-                with self._prepared() if self._configs else contextlib.nullcontext():
+                if not self._configs:
                     found = run(*args, **kwargs)
+                else:
+                    with self._prepared():
+                        found = run(*args, **kwargs)
                 self._call = ((), {})
                 return found
         except Exception as error:

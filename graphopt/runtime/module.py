@@ -113,7 +113,7 @@ class OptimizedModule(PlannedModule):
         return untraced(self._in_turn, args, kwargs)
 
     def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._turn:
+        with self._turn.lock:
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,16 +6,10 @@ import threading
 
 
 class Turn:
-    """A lock that its own thread may take again; its copy is another one, which nobody holds."""
+    """Has a lock that its own thread may take again; its copy has another one, which nobody holds."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+        self.lock = threading.RLock()
 
     def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
         return Turn, ()

@@ -57,6 +57,25 @@ def test_a_loss_of_the_logits_under_autocast_that_is_left_before_the_backward() 
             torch.testing.assert_close(gradient, wanted[name], rtol=0.1, atol=5e-3)
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_step_runs_again_in_the_precision_of_its_own_call(mixed: bool) -> None:
+    model, inputs = zoo.make("bert", 4)
+    reference = copy.deepcopy(model)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    for autocast in (True, True, False, False, True, False):  # of each kind a first step, and one that compiles nothing
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            opt(**inputs).loss.backward()
+    for run in (reference, opt):
+        run.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            logits = zoo.call(run, inputs).logits
+        logits.float().square().mean().backward()
+    found = gradients(model)
+    for name, wanted in gradients(reference).items():
+        close = {"rtol": 0.1, "atol": 5e-3} if mixed else {"rtol": 1e-4, "atol": 1e-6}
+        torch.testing.assert_close(found[name], wanted, **close)
+
+
 def test_a_model_of_several_graphs_selects_anew() -> None:
     inputs, model = small()
     opt = graphopt.optimize(model, inputs, budget=0.8, backend="aot_eager")
