@@ -25,6 +25,7 @@ from graphopt.compat.descriptions import (
     describe_output,
     take_meshes_out,
 )
+from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.once import messages_given_once
 from graphopt.errors import CaptureError
 
@@ -159,7 +160,7 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     context = getattr(module, "meta", {}).get("tracing_context")
     if context is not None:  # remembers which dimensions are symbols
         stack.enter_context(torch._guards.tracing(context))
-    with _unchanged_tensors(module), open_recurrent_layers():
+    with _unchanged_tensors(module), open_recurrent_layers(), lazy_graph_modules():
         joint = aot_export_joint_with_descriptors(stack, module, tuple(args))
     metadata = joint._aot_state.fw_metadata
     for info in metadata.input_info:
