@@ -19,7 +19,7 @@ from graphopt.planner.plan import Plan
 
 @dataclass(frozen=True)
 class Surroundings:
-    """In what a region runs, in every step: Dynamo compiles another one where that changes.
+    """What is the same around every run of a region: Dynamo compiles another region where it changes.
 
     Attributes:
         loss: which output is the first leaf of what the model returns; None: none is.
