@@ -17,7 +17,7 @@ from graphopt import compat
 from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
-from graphopt.analysis.segments import find_segments
+from graphopt.analysis.segments import MERGED, find_segments
 from graphopt.analysis.step_memory import step_memories, step_memory
 from graphopt.api import Analysis, analyze
 from graphopt.budget import Budget
@@ -27,8 +27,10 @@ from graphopt.graph import TrainingGraph
 from graphopt.integrations.gpus import gpu_bytes
 from graphopt.passes.technique import Found
 from graphopt.planner.make_plan import make_plan
+from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.memory_problem import adopted
 from graphopt.planner.parallel import MARGIN, SEGMENT_SLACK
+from graphopt.planner.peaks import Peaks
 from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.report.units import in_bytes
 from graphopt.runtime.stages import stage
@@ -213,11 +215,13 @@ def _in_8_bits(optimizer: Optimizer) -> str | None:
 
 
 def _recomputed(graph: TrainingGraph, backend: str, optimizer: Optimizer) -> int:
-    """Bytes of a step in which every segment of the forward is computed again."""
+    """Bytes of a step in which every segment of the forward is computed again, with as many merged as need least."""
     plan = Plan(Budget(), resolve_passes(["recompute"], Budget(memory=1)))
-    plan = adopted(plan, Found((), tuple(segment.name for segment in find_segments(graph) if segment.saved_bytes)))
+    peaks = Peaks(graph, MemoryLimit(0, backend, optimizer))
+    segments = {merged: find_segments(graph, merged) for merged in MERGED}
+    plans = [adopted(plan, Found((), tuple(s.name for s in found if s.saved_bytes), m)) for m, found in segments.items()]
     with stage("memory"):
-        return step_memory(plan.rewrite(graph)[0], backend, optimizer).peak_bytes
+        return peaks.predicted(min(plans, key=peaks.estimated))
 
 
 def _in_bfloat16(model: nn.Module, inputs: Any) -> tuple[nn.Module, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from typing import Any
 
@@ -83,6 +84,18 @@ def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
         assert fit(model, tokens(), small, backend="aot_eager", lora=16).peak_bytes == peak(adapted)
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
     assert all(change.fits == (change.peak_bytes <= small) for change in found.changes)
+
+
+def test_checkpointing_needs_no_more_than_the_least_that_a_budget_can_meet() -> None:
+    layers = [module for _ in range(12) for module in (nn.Linear(32, 32), nn.GELU())]
+    model, example = nn.Sequential(*layers), (torch.randn(4096, 32),)
+    found = fit(model, example, OVERHEAD, backend="aot_eager")
+    changes = {change.what: change.peak_bytes - OVERHEAD for change in found.changes}
+    with pytest.raises(graphopt.BudgetError) as error:
+        graphopt.optimize(model, example, graphopt.Budget(memory=1), ["recompute"], "aot_eager")
+    stated = re.search(r"Smallest feasible[^:]*: ([\d,]+)", str(error.value))
+    assert stated
+    assert changes["activation checkpointing (Budget(memory=...))"] <= int(stated[1].replace(",", ""))
 
 
 def test_tied_weights_stay_one_and_a_plain_module_is_adapted() -> None:
