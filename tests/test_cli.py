@@ -258,12 +258,22 @@ def test_a_device_of_any_size_has_a_plan(monkeypatch, capsys, config) -> None:  
 
 
 def test_a_broken_config_is_explained(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    for text in ("not json", "{}", '{"model_type": "no-such-type"}', "[1]"):
-        path = tmp_path / "config.json"
+    five = '"hidden_size": 5, "num_attention_heads": 2'
+    path = tmp_path / "config.json"
+    for text, said in (
+        ("not json", "not a Hugging Face config"),
+        ("{}", "not a Hugging Face config"),
+        ('{"model_type": "no-such-type"}', "not a Hugging Face config"),
+        ("[1]", "not a Hugging Face config"),
+        (f'{{"model_type": "llama", {five}}}', "The hidden size (5) is not a multiple"),
+        (f'{{"model_type": "bert", {five}}}', "The hidden size (5) is not a multiple"),
+    ):
         path.write_text(text)
-        code, _, err = run(monkeypatch, capsys, "analyze", str(path))
+        code, _, err = run(monkeypatch, capsys, "analyze", str(path), "--quiet")
         assert code == 2
-        assert "not a Hugging Face config" in err
+        assert said in err
+        assert err.count("\n") == 1
+        assert len(err) < 500 + len(str(path))
 
 
 def test_the_installed_command_answers() -> None:

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,16 +76,8 @@ def _from_hugging_face(
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     except FileNotFoundError as error:
         raise InputError(f"{path} has no config.json.") from error
-    except (
-        OSError,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:
-        raise InputError(f"{file} is not a Hugging Face config: {type(error).__name__}: {error}") from error
+    except Exception as error:  # whatever the library says of its values
+        raise InputError(f"{file} is not a Hugging Face config: {_in_one_line(error)}") from error
     model_class = _model_class(transformers, config)
     saved = (path.is_dir() and any(path.glob("*.safetensors"))) or any(path.glob("*.bin"))
     try:
@@ -102,8 +95,13 @@ def _from_hugging_face(
             return model.train(), _inputs(model_class, config, batch, length)
     except InputError:
         raise
-    except (ValueError, TypeError, OSError, RuntimeError, AttributeError) as error:
-        raise InputError(f"cannot build {model_class.__name__} from {file}: {error}") from error
+    except Exception as error:  # the same
+        raise InputError(f"cannot build {model_class.__name__} from {file}: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    """Type and text of an error of a library, which can be a list of all models that it knows."""
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300, placeholder=' ...')}"
 
 
 def _model_class(transformers: Any, config: Any) -> Any:
