@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -74,19 +75,49 @@ class Attempt:
         """The same, or None where estimates lead to none. Each plan that they lead to is predicted, which corrects them."""
         best = None
         for _ in range(CORRECTIONS if self.peaks.estimates else 1):
-            plan = self._found(problem, train_all)
-            if plan is None or (best is not None and plan.key == best.key):
+            found = self._found(problem, train_all)
+            if found is None or (best is not None and found[0].key == best.key):
                 break
+            plan = found[0]
             self.peaks.correct(plan)
+            if self.peaks.predicted(plan) > self._limit:
+                plan = self._with_less_again(problem, found[1], train_all) or plan
             peak = self.peaks.predicted(plan)
             if peak <= self._limit:
                 if best is not None or peak >= (1 - SLACK) * self._limit:
-                    return plan
+                    return plan if best is None or self._value(plan) >= self._value(best) else best
                 best = plan  # with room left: the corrected estimates may find a better one
         return best
 
-    def _found(self, problem: Problem, train_all: bool) -> Plan | None:
-        """The best plan whose estimated peak is within the limit."""
+    def _with_less_again(self, problem: Problem, allocation: Allocation, train_all: bool) -> Plan | None:
+        """A plan within the limit that computes less again, where computing more again needs more memory; None if there is none.
+
+        Fusion can make room for what is computed again in the place of what is kept. Which segments do that is seen by
+        predictions alone: halves of them are left out as long as less memory is predicted.
+        """
+        again = tuple(i for i in allocation.recomputed if problem.segments[i][0])
+        plan = self._plan(problem, allocation, train_all)
+        while again and self.peaks.out_of_line(plan):
+            middle = len(again) // 2
+            halves = [again[:middle], again[middle:]] if middle else [()]
+            plans = [self._plan(problem, replace(allocation, recomputed=half), train_all) for half in halves]
+            peaks = [self.peaks.predicted(less) for less in plans]
+            least = peaks.index(min(peaks))
+            if peaks[least] >= self.peaks.predicted(plan):
+                return None
+            again, plan = halves[least], plans[least]
+            if peaks[least] <= self._limit:
+                return plan
+        return None
+
+    def _value(self, plan: Plan) -> float:
+        """Importance of what a plan trains."""
+        if self.importance is None:
+            return 0.0
+        return math.inf if plan.train is None else self.importance.of(plan.train)
+
+    def _found(self, problem: Problem, train_all: bool) -> tuple[Plan, Allocation] | None:
+        """The best plan whose estimated peak is within the limit, and the solution that it is of."""
         peak_of = self.peaks.estimated
         everything = self._as_planned(problem)
         problem = everything if train_all else problem
@@ -118,9 +149,9 @@ class Attempt:
                     spare_flops = allocation.step_flops - dearest_step(plan, self.peaks.graph, self.profile)  # less than before
                     continue
                 elif peak >= (1 - SLACK) * self._limit:
-                    return plan
+                    return plan, allocation
                 else:
-                    best, high = plan, unseen  # with room left
+                    best, high = (plan, allocation), unseen  # with room left
             unseen = measured if measured is not None and low < measured < high else (low + high) // 2
             if unseen in (low, high):
                 break

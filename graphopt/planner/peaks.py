@@ -11,7 +11,7 @@ from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
 
 UNSURE = 0.1
-"""Part of a limit by which an estimate must exceed it for a plan to be believed to do so."""
+"""Part of a limit by which an estimate must exceed it for a plan to be believed to do so; the same of two peaks."""
 
 
 @dataclass
@@ -24,13 +24,14 @@ class Peaks:
     Attributes:
         graph: as captured.
         limit: whose backend and optimizer count, and which says what was predicted before.
-        left: by fusion, in the plan that `correct` was last given.
+        left: by fusion, in the plan that `correct` was last given, but for plans out of line.
     """
 
     graph: TrainingGraph
     limit: MemoryLimit
     left: float | None = None
     _unfused: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    _predicted: dict[Hashable, int] = field(default_factory=dict)
 
     @property
     def estimates(self) -> bool:
@@ -39,11 +40,13 @@ class Peaks:
 
     def predicted(self, plan: Plan) -> int:
         """As the backend's own program has it."""
-        return self.limit.peak_once(self.graph, plan.key, lambda: plan.rewrite(self.graph)[0], self.graph.batch_size)
+        peak = self.limit.peak_once(self.graph, plan.key, lambda: plan.rewrite(self.graph)[0], self.graph.batch_size)
+        self._predicted[plan.key] = peak
+        return peak
 
     def estimated(self, plan: Plan) -> int:
-        """Near to that."""
-        if not self.estimates:
+        """Near to that, or that where it is known."""
+        if not self.estimates or plan.key in self._predicted:
             return self.predicted(plan)
         always, passing = self._without_fusion(plan)
         return always + int((1.0 if self.left is None else self.left) * passing)
@@ -62,10 +65,19 @@ class Peaks:
         return False
 
     def correct(self, plan: Plan) -> None:
-        """Let later estimates be as far from predictions as that of this plan is."""
-        if self.estimates:
+        """Let later estimates be as far from predictions as that of this plan is, unless it is out of line."""
+        if self.estimates and not self.out_of_line(plan):
             always, passing = self._without_fusion(plan)
             self.left = max(0, self.predicted(plan) - always) / max(passing, 1)
+
+    def out_of_line(self, plan: Plan) -> bool:
+        """Whether a plan that needs more without fusion is predicted to need clearly less with it.
+
+        What fusion leaves of this one then tells nothing of others.
+        """
+        unfused, peak = sum(self._without_fusion(plan)), self.predicted(plan)
+        known = self._predicted.keys() & self._unfused.keys()
+        return any(sum(self._unfused[key]) >= unfused and (1 + UNSURE) * self._predicted[key] < peak for key in known)
 
     def _without_fusion(self, plan: Plan) -> tuple[int, int]:
         """Bytes that are there for the whole step, and the most beside them."""
