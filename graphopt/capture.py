@@ -162,6 +162,7 @@ def _trace(
         if not symbols:
             raise compat.BatchSpecialised("some inputs' batch became a constant")
     graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
+    graph.hands_out = bool(traced.meta["handed_out"])
     if static_reason is not None:  # inputs that nothing reads have symbols all the same
         graph.sizes = _sizes(graph, tensors)
     normalise(graph)

@@ -65,6 +65,7 @@ class TrainingGraph:
         static_reason: why the batch is not symbolic, or "".
         refused: outputs whose gradient this graph cannot take, although the model's own backward could.
         sizes: values of the other symbols in the graph's shapes, by which FLOPs and bytes are counted.
+        hands_out: forward() gives others results that the graph does not return, such as to a hook that collects activations.
     """
 
     module: fx.GraphModule
@@ -82,6 +83,7 @@ class TrainingGraph:
     refused: tuple[OutputDesc, ...] = ()
     notes: list[str] = field(default_factory=list)
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict, repr=False, compare=False)
+    hands_out: bool = False
 
     @property
     def symbolic(self) -> bool:

@@ -204,10 +204,14 @@ def uncompiled(loop: Loop) -> str:
 
     if loop.opt is None:
         return "nothing was optimised"
-    said = [*loop.warnings, *loop.opt.report.notes]
     if isinstance(loop.opt, DisabledModule) or loop.opt.model_runs or loop.opt.last_step is None:
-        return f"uncompiled: {said[0] if said else 'no step was compiled'}"
-    return said[0] if said else ""
+        return f"uncompiled: {next(iter(said(loop)), 'no step was compiled')}"
+    return ""
+
+
+def said(loop: Loop) -> list[str]:
+    """What a run with graphopt has warned of and noted, such as advice."""
+    return [] if loop.opt is None else list(dict.fromkeys([*loop.warnings, *loop.opt.report.notes]))
 
 
 def over_budget(loop: Loop, ended: Mapping[str, Tensor]) -> str:
@@ -243,10 +247,12 @@ def measure(case: Case) -> dict[str, Any]:
 
     def exact() -> str:
         found = run_loop(case, ours=True)
+        row["said"] = said(found[0])
         return uncompiled(found[0]) or next(iter(found[0].problems), "") or difference(found, plain)
 
     def budget() -> str:
         cut = loop, ended = run_loop(case, ours=True, budget=BUDGET)
+        row["said"] = list(dict.fromkeys([*row["said"], *said(loop)]))
         if wrong := uncompiled(loop):
             return wrong
         row["flops_ratio"] = loop.opt.report.flops_ratio

@@ -26,6 +26,7 @@ from graphopt.compat.descriptions import (
     take_meshes_out,
 )
 from graphopt.compat.graph_modules import lazy_graph_modules
+from graphopt.compat.handed_out import results_handed_out
 from graphopt.compat.once import messages_given_once
 from graphopt.errors import CaptureError
 
@@ -69,7 +70,7 @@ def no_new_globals(function: Any) -> Iterator[None]:
 
 
 def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
-    """Trace `module(*args)` to one FX graph, without running it.
+    """Trace `module(*args)` to one FX graph, without running it; its `meta["handed_out"]`: see `results_handed_out`.
 
     Raises:
         BatchSpecialised: a dimension marked by `mark_batch_symbolic` was fixed by the model's code.
@@ -83,6 +84,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         intermediates_that_require_grad(),
         messages_given_once(),
         annotated_by_this_thread(),
+        results_handed_out() as handed_out,
         torch._dynamo.config.patch(allow_rnn=True, assume_static_by_default=True, automatic_dynamic_shapes=False),
     ):
         warnings.filterwarnings("ignore", message="While compiling, we found certain side effects")
@@ -98,6 +100,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         part = getattr(graph, name, None)
         if part is not None:  # torch 2.11 forgets that Python's builtins are always in scope
             part.f_globals = {**vars(builtins), **part.f_globals}
+    graph.meta["handed_out"] = handed_out
     return graph
 
 

@@ -69,7 +69,7 @@ class DeadRows(Technique):
             found, without = (len(_worthwhile(planning.graph, part)) for part in (decision.part, None))
             if found > without:
                 return plan.decided(self.name, decision)
-        if not planning.auto or self.applicable(planning.graph):
+        if not planning.auto or planning.graph.hands_out or self.applicable(planning.graph):
             return plan
         return plan.without(self, self.unneeded)
 
@@ -150,12 +150,14 @@ class DeadRows(Technique):
 
 
 def _worthwhile(graph: TrainingGraph, labelled: float | None, least: float | None = None) -> list[Demand]:
-    """What saves enough.
+    """What saves enough; nothing where others may read rows that the graph knows nothing of.
 
     Args:
         labelled: see `find_demands`; where labels are ignored, nothing but the loss may be differentiated.
         least: FLOPs; None: `_least` of the graph.
     """
+    if graph.hands_out:
+        return []
     demands = find_demands(graph if labelled is None else for_loss_alone(graph), labelled)
     if demands and least is None:
         least = _least(graph)
