@@ -101,6 +101,13 @@ def test_what_is_wrong_is_named(change: Any, why: str) -> None:
     assert why in loops.why(row)
 
 
+def test_what_a_loop_calls_for_is_no_fault() -> None:
+    case = with_graphopt(lambda loop: loop.opt.note("the model returns no loss"))
+    assert measure(case)["verdict"] == "wrong"
+    case.told = ("no loss",)
+    assert measure(case)["verdict"] == "ok"
+
+
 def test_loops_that_cannot_be_judged() -> None:
     row = measure(Case(lambda loop: loop.begin(Mlp()), "PyTorch"))
     assert (row["verdict"], loops.why(row)) == ("loop fails", "it has no losses")
