@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from graphopt.bench import loops_trl
 from graphopt.bench.loops_models import ADAM, Mlp, bert, points, rows
-from graphopt.bench.loops_run import Case, Loop, cases_of
+from graphopt.bench.loops_run import OVER, Case, Loop, cases_of
 from graphopt.bench.loops_trainers import accelerated, lightning, trainer
 
 
@@ -98,9 +98,9 @@ CASES: dict[str, Case] = {
         "PyTorch",
         "transformers",
         hooks=partial(hooked, register=0),
-        hooks_added=partial(hooked, register=2),
         hooks_removed=partial(hooked, register=0, remove=2),
     ),
+    **cases_of("PyTorch", told=(OVER,), hooks_added=partial(hooked, register=2)),  # what they collect, no plan knew of
     **cases_of(
         "transformers",
         *("transformers", "accelerate"),
