@@ -219,12 +219,8 @@ def uncompiled(loop: Loop, told: Collection[str] = ()) -> str:
     return said[0] if said else ""
 
 
-def over_budget(loop: Loop, ended: Mapping[str, Tensor], told: Collection[str] = ()) -> str:
-    """What a run under a budget did that it must not do; "" if nothing.
-
-    Args:
-        told: see `Case`; among it may be that a step is over its budget.
-    """
+def over_budget(loop: Loop, ended: Mapping[str, Tensor]) -> str:
+    """What a run under a budget did that it must not do; "" if nothing. A step over its budget must at least be told of."""
     if not all(map(math.isfinite, loop.losses)):
         return f"losses are {loop.losses}"
     left = [name for name in ended if not loop.opt.selects_tensor(name)]
@@ -234,7 +230,8 @@ def over_budget(loop: Loop, ended: Mapping[str, Tensor], told: Collection[str] =
     if not left and loop.opt.report.flops_ratio >= 1:
         return "every tensor is trained, and nothing is saved"
     ratio = loop.opt.report.flops_ratio
-    return "" if ratio <= BUDGET + 1e-6 or OVER in told else f"a step takes {ratio:.1%} of the FLOPs"
+    told = any(OVER in text for text in (*loop.warnings, *loop.opt.report.notes))
+    return "" if told or ratio <= BUDGET + 1e-6 else f"a step takes {ratio:.1%} of the FLOPs"
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -266,7 +263,7 @@ def measure(case: Case) -> dict[str, Any]:
         row["selected"], row["trainable"] = len(loop.opt.selected), len(ended)
         row["compilations"] = loop.opt.counters.compilations
         dropped = frozenset(name for name in ended if not loop.opt.selects_tensor(name))
-        return next(iter(loop.problems), "") or over_budget(*cut, case.told) or difference(cut, run_loop(case, dropped=dropped))
+        return next(iter(loop.problems), "") or over_budget(*cut) or difference(cut, run_loop(case, dropped=dropped))
 
     for name, check in (("", eager), ("without a budget", exact), ("under a budget", budget)):
         row |= {"verdict": "wrong" if name else "loop fails", "run": name}

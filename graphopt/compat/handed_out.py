@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor, fx
 
 
@@ -51,11 +50,14 @@ def _changed(effects: Any) -> Iterator[fx.Node]:
 
 
 def _is_differentiated(node: fx.Node) -> bool:
-    """Whether a node was computed from something that requires a gradient, by a call."""
+    """Whether a node was computed, and from something that requires a gradient."""
+    if node.op in ("placeholder", "get_attr"):
+        return False
     seen, stack = {node}, [node]
-    while stack and node.op not in ("placeholder", "get_attr"):
-        value = (current := stack.pop()).meta.get("example_value")
-        if isinstance(value, (Tensor, torch.nn.Parameter)) and value.requires_grad:
+    while stack:
+        current = stack.pop()
+        value = current.meta.get("example_value")
+        if isinstance(value, Tensor) and value.requires_grad:
             return True
         new = [n for n in current.all_input_nodes if n not in seen]
         seen.update(new)

@@ -71,9 +71,9 @@ class Peaks:
             self.left = max(0, self.predicted(plan) - always) / max(passing, 1)
 
     def out_of_line(self, plan: Plan) -> bool:
-        """Whether a plan that needs more without fusion is predicted to need clearly less with it.
+        """Whether another plan, which needs as much or more without fusion, is predicted to need clearly less with it.
 
-        What fusion leaves of this one then tells nothing of others.
+        What fusion leaves of this plan then tells nothing of others.
         """
         unfused, peak = sum(self._without_fusion(plan)), self.predicted(plan)
         known = self._predicted.keys() & self._unfused.keys()
