@@ -107,14 +107,23 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
 def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
     """Let Dynamo trace `requires_grad_()` on a result, as checkpointing of models with frozen embeddings calls it.
 
-    Dynamo refuses because the result's own gradient is lost. Here nobody asks for one: a joint graph computes the gradients of
-    parameters, and they do not depend on it.
+    Dynamo breaks the graph there if the result, or what depends on it, is returned, because the result's own gradient is lost. A
+    joint graph computes the gradients of parameters, and they do not depend on it. So here it does so only where the result
+    itself is handed on to other Python of the model's, which may ask for its gradient, as adversarial training does.
     """
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.variables.tensor import TensorVariable
 
     if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
-        return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", return_value=None)
+        check = OutputGraph._check_requires_grad_intermediate_outputs
+
+        def checked(graph: Any, returned: list[Any], tx: Any) -> None:
+            if not tx.one_graph and not _is_whole_model(graph):
+                results = [v for v in graph.leaf_var_creation_order if isinstance(v, TensorVariable) and not v.source]
+                made = {result.as_proxy().node for result in results}
+                check(graph, [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node in made], tx)
+
+        return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", checked)
     traced = TensorVariable.method_requires_grad_  # torch 2.11 refuses whatever changes the flag
 
     def passed_over(self: Any, tx: Any, requires_grad: Any = True) -> Any:
@@ -123,6 +132,14 @@ def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
 
     return mock.patch.object(TensorVariable, "method_requires_grad_", passed_over)
 
+
+def _is_whole_model(graph: Any) -> bool:
+    """Whether a graph of Dynamo's is the model to its end, so that what it returns goes to the caller of the model."""
+    begins = graph.root_tx.f_code.co_filename.startswith(_OWN_FOLDER)
+    return begins and not graph.compile_subgraph_reason.graph_break
+
+
+_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 _NOT_THE_USERS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 """Folders of torch and of this package, wherever they are installed: not every path with such a name is theirs."""

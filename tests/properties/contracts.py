@@ -169,7 +169,23 @@ def outcome(model: Network, request: Request, references: Sequence[Run]) -> str:
             if re.search(pattern, str(error)):
                 return what
         raise
+    except Exception as error:
+        if request.backend == "inductor" and str(error) == _error_of_torch_compile(model):
+            return "torch.compile fails, too"
+        raise
     return "held"
+
+
+def _error_of_torch_compile(model: Network) -> str:
+    """What torch.compile says of a step of this network; "" if it trains it."""
+    torch.compiler.reset()
+    own = copy.deepcopy(model)
+    try:
+        for i, size in enumerate(model.sizes):
+            step(own, torch.compile(own), model.inputs(size, seed=i))
+    except Exception as error:
+        return str(error)
+    return ""
 
 
 class Warnings(logging.Handler):
