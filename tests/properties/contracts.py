@@ -176,8 +176,8 @@ def outcome(model: Network, request: Request, references: Sequence[Run]) -> str:
     return "held"
 
 
-def _error_of_torch_compile(model: Network) -> str:
-    """What torch.compile says of a step of this network; "" if it trains it."""
+def _error_of_torch_compile(model: Network) -> str | None:
+    """What torch.compile says of a step of this network; None if it trains it."""
     torch.compiler.reset()
     own = copy.deepcopy(model)
     try:
@@ -185,7 +185,7 @@ def _error_of_torch_compile(model: Network) -> str:
             step(own, torch.compile(own), model.inputs(size, seed=i))
     except Exception as error:
         return str(error)
-    return ""
+    return None
 
 
 class Warnings(logging.Handler):
