@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable
 
 import sympy
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from graphopt.analysis.flops import node_flops
@@ -16,12 +15,8 @@ from graphopt.transforms.partition import split
 
 
 def partitioned_flops(graph: TrainingGraph) -> int:
-    """FLOPs of the forward and the backward that Inductor's partitioner makes of a graph, for its captured batch.
-
-    Attention written out is not replaced by a kernel, whose backward computes a product again for full training, too.
-    """
-    with torch._inductor.config.patch(pattern_matcher=False):
-        halves = split(symbolic(graph, decompose=True), inductor=True)
+    """FLOPs of the forward and the backward that Inductor's partitioner makes of a graph, for its captured batch."""
+    halves = split(symbolic(graph, decompose=True), inductor=True)
     nodes = [*halves.forward.graph.nodes, *halves.backward.graph.nodes]
     return int(sympy.Add(*(graph.formula(node_flops(n)) for n in nodes)).subs(BATCH, graph.batch_size))
 

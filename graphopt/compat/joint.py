@@ -135,11 +135,12 @@ def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
 
 def _is_whole_model(graph: Any) -> bool:
     """Whether a graph of Dynamo's is the model to its end, so that what it returns goes to the caller of the model."""
-    begins = graph.root_tx.f_code.co_filename.startswith(_OWN_FOLDER)
-    return begins and not graph.compile_subgraph_reason.graph_break
+    calls_the_model = graph.root_tx.f_code.co_filename.startswith(_FRONT_END)
+    return calls_the_model and not graph.compile_subgraph_reason.graph_break
 
 
-_OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_FRONT_END = os.path.join(os.path.dirname(os.path.dirname(__file__)), "frontend") + os.sep
+"""Where functions are that call a whole model and are compiled; no models are there."""
 
 _NOT_THE_USERS = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 """Folders of torch and of this package, wherever they are installed: not every path with such a name is theirs."""

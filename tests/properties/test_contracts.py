@@ -37,8 +37,24 @@ class Perceptron(nn.Module):
         return torch.randn(batch, 5, generator=generator, dtype=torch.float64), torch.arange(batch) % 3
 
 
-def request(*passes: str) -> Request:
-    return Request(passes, share=0.6, keep_rows=0.5, keep_tokens=0.5, subspace=2, order=None, chunks=2)
+class OnePixel(Perceptron):
+    """Inductor expects other strides than a convolution in float64 has of one pixel, whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grown = nn.Conv2d(5, 10, 1, stride=2, padding=1, groups=5, bias=False)
+        self.convolution = nn.Conv2d(10, 5, 3, padding=1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.convolution(F.interpolate(self.grown(x), scale_factor=2)).mean((2, 3)), y)
+
+    def inputs(self, batch: int, seed: int) -> tuple[Tensor, Tensor]:
+        x, y = super().inputs(batch, seed)
+        return x[..., None, None], y
+
+
+def request(*passes: str, backend: str = "aot_eager") -> Request:
+    return Request(passes, share=0.6, keep_rows=0.5, keep_tokens=0.5, subspace=2, order=None, chunks=2, backend=backend)
 
 
 def scaled_output(kind: str) -> Callable[[TrainingGraph], None]:
@@ -111,3 +127,12 @@ def test_a_planted_fault_is_found(
         pytest.raises(AssertionError, match=found),
     ):
         check(Perceptron().double(), [request(*passes)])  # type: ignore[arg-type]
+
+
+def test_an_error_that_is_torch_compiles_own_is_told_from_ours() -> None:
+    assert check(OnePixel().double(), [request(backend="inductor")]) == ["torch.compile fails, too"]  # type: ignore[arg-type]
+    with (
+        mock.patch("tests.properties.contracts.hold", side_effect=AssertionError("expected size")),
+        pytest.raises(AssertionError),
+    ):
+        check(OnePixel().double(), [request(backend="inductor")])  # type: ignore[arg-type]
