@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from graphopt.compat.distributed import store_of
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, RankError
 from tests.distributed.spawned import on_ranks, results
@@ -95,8 +97,11 @@ def test_ranks_that_differ_are_told_on_every_rank(found: list[dict[str, Any]]) -
 
 
 def missing(rank: int) -> Any:
+    store = store_of(dist.group.WORLD)
     if rank == 1:
+        store.wait(["rank 0 has joined"])  # one that is killed before is missed by the process group itself
         os.kill(os.getpid(), 9)
+    store.set("rank 0 has joined", "")
     return _error(lambda: Ranks().gather(rank, "planning"))
 
 
