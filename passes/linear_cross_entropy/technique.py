@@ -42,7 +42,7 @@ LEAST_TOKENS = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """How many tokens are worked on at a time, as `Budget(memory=...)` needs it."""
+    """How many tokens are worked on at a time, as `Budget(memory=...)` needs it; 0: the head is left whole, whatever the batch."""
 
     tokens: int
 
@@ -80,10 +80,11 @@ class LinearCrossEntropy(Technique):
         return [Site(head.name) for head in find_heads(prepared(graph))[0]]
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
-        """Leave a plan where nothing is worth it."""
-        if not planning.auto or self._is_worth_it(plan, planning.graph):
-            return plan
-        if plan.memory is not None and self.applicable(planning.graph):
+        """Leave a plan where nothing is worth it; or stay for the memory's sake alone."""
+        worth_it = self._is_worth_it(plan, planning.graph)
+        if not worth_it and plan.memory is not None and self.chunks is None and self.applicable(planning.graph):
+            return plan.decided(self.name, Chunk(0))
+        if worth_it or not planning.auto:
             return plan
         return plan.without(self, "rows of logits are left out instead" if _samples(plan) else self.unneeded)
 
@@ -128,7 +129,7 @@ class LinearCrossEntropy(Technique):
             return None if self.chunks == 1 else -(-head.tokens // self.chunks)
         decided = plan.decisions.get(self.name)
         if decided is not None:
-            return decided.tokens
+            return decided.tokens or None
         chosen = _by_default(head, graph)
         return FEWEST_TOKENS if chosen is None and head.symbolic else chosen  # the plan has chosen it for another batch
 

@@ -45,6 +45,28 @@ def test_a_limit_is_met_by_as_few_chunks_as_it_needs() -> None:
     assert chunks == [2, 4, 8]
 
 
+def test_a_head_that_is_left_whole_stays_whole_in_the_graph_for_any_batch() -> None:
+    """It was computed in one chunk there, after a smaller batch: elsewhere that took 24 % more than the limit."""
+    inputs = batch(4, 64, 400)
+    opt = graphopt.optimize(LanguageModel(vocabulary=400), inputs, graphopt.Budget(memory="1GiB"), backend="aot_eager")
+
+    def peak() -> int:
+        def step() -> None:
+            opt(*inputs).backward()
+            opt.zero_grad()
+
+        for _ in range(FIRST_CALLS + 1):
+            step()
+        return peak_and_rest(step)[0]
+
+    planned = peak()
+    opt(*batch(3, 64, 400)).backward()
+    opt.zero_grad()
+    assert abs(peak() - planned) <= 2**10
+    assert opt.last_step is not None
+    assert all(node.target is not torch.ops.graphopt.by_tokens.default for node in opt.last_step.graph.graph.nodes)
+
+
 def test_the_predicted_peak_is_what_the_allocator_says() -> None:
     for form in ("mean", "returned", "smoothed"):
         inputs = batch(4, 64, 400, ignored=20)
