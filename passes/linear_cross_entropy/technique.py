@@ -42,7 +42,7 @@ LEAST_TOKENS = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """How many tokens are worked on at a time, as `Budget(memory=...)` needs it; 0: the head is left whole, whatever the batch."""
+    """How many tokens are worked on at a time, as `Budget(memory=...)` needs it; 0: the head stays whole, whatever the batch."""
 
     tokens: int
 
