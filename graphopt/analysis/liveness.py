@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import OpOverload, output_list, written_arguments
+from graphopt.compat import OpOverload, expression, output_list, written_arguments
 from graphopt.compat.distributed import WAIT
 from graphopt.compat.inductor_program import Program
 from graphopt.ops.by_tokens import by_tokens_workspace
@@ -180,7 +180,21 @@ def is_view(node: fx.Node) -> bool:
     """Whether a node's result is a view of its first argument."""
     target = node.target
     viewing = target in _VIEWS or (isinstance(target, OpOverload) and target.is_view)
-    return viewing and bool(node.args) and isinstance(node.args[0], fx.Node)
+    if not viewing or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    return target is not aten.reshape.default or not (_is_contiguous(node) and not _is_contiguous(node.args[0]))
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether numbers lie in memory in their order. Where `reshape` copies, those of its result do, and of its argument not."""
+    value, expected = node.meta.get("val"), sympy.Integer(1)
+    if not isinstance(value, Tensor):
+        return True
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if expression(size) != 1 and expression(stride) != expected:
+            return False
+        expected *= expression(size)
+    return True
 
 
 def _written_argument(node: fx.Node) -> fx.Node | None:

@@ -171,7 +171,7 @@ def _cuts(passing: Sequence[int], saved: Sequence[int]) -> list[int]:
 
 
 def _passing(graph: TrainingGraph, nodes: Sequence[fx.Node], forward: set[fx.Node]) -> list[int]:
-    """Bytes made before each position that the forward reads at it or later."""
+    """Bytes made before each position that the forward reads at it or later, or hands out."""
     position = {n: i for i, n in enumerate(nodes)}
     last = {n: i for i, n in enumerate(nodes)}
     for node in nodes:
@@ -179,6 +179,9 @@ def _passing(graph: TrainingGraph, nodes: Sequence[fx.Node], forward: set[fx.Nod
         readers = [position[u] for u in node.users if u in position]
         if source in last:
             last[source] = max([last[source], *readers])
+    for result in graph.forward_results():
+        if (source := view_source(result)) in last:
+            last[source] = len(nodes) - 1
     changes = [0] * (len(nodes) + 2)
     for node in nodes:
         if view_source(node) is node:

@@ -84,6 +84,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         intermediates_that_require_grad(),
         messages_given_once(),
         annotated_by_this_thread(),
+        as_if_compiled(),
         results_handed_out() as handed_out,
         torch._dynamo.config.patch(allow_rnn=True, assume_static_by_default=True, automatic_dynamic_shapes=False),
     ):
@@ -102,6 +103,25 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
             part.f_globals = {**vars(builtins), **part.f_globals}
     graph.meta["handed_out"] = handed_out
     return graph
+
+
+def as_if_compiled() -> contextlib.AbstractContextManager[Any]:
+    """`torch.compiler.is_exporting()` is false in a trace, as it is where a step is compiled.
+
+    Models ask: those of transformers leave out masks that hide nothing, and what is planned on has to leave them out, too.
+    """
+    from torch._dynamo import functional_export
+
+    if not hasattr(functional_export, "_compiling_state_context"):
+        return contextlib.nullcontext()
+    return mock.patch.object(functional_export, "_compiling_state_context", _compiling)
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    """As torch's, for the other flag alone."""
+    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
+        yield
 
 
 def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
