@@ -258,6 +258,7 @@ def optimize(
     named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
     compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
     states = checked_optimizer(optimizer)
+    make_folder_of(out / "report.json")
     with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
         steps_with = None if compresses or states is None else _made(states, loaded)

@@ -44,8 +44,10 @@ def make_folder_of(file: Path | None) -> None:
     """Make the folder that a file is to be written to, before the work whose result it is.
 
     Raises:
-        InputError: it cannot be made.
+        InputError: it cannot be made, or the file is a folder.
     """
+    if file is not None and file.is_dir():
+        raise InputError(f"cannot write {file}: it is a folder. Name a file in it.")
     try:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -276,6 +276,25 @@ def test_a_broken_config_is_explained(monkeypatch, capsys, tmp_path) -> None:  #
         assert len(err) < 500 + len(str(path))
 
 
+def test_what_cannot_be_written_is_said_before_the_work(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("graphopt.integrations.models.load", lambda *_, **__: pytest.fail("it has begun"))
+    (tmp_path / "file").write_text("")
+    for arguments in (("report", "-o", str(tmp_path)), ("optimize", "--out", str(tmp_path / "file" / "x"))):
+        code, _, err = run(monkeypatch, capsys, arguments[0], "tests.test_cli:mlp", *arguments[1:], "--quiet")
+        assert code == 2
+        assert err.startswith(f"graphopt: cannot write {tmp_path}")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("fit", "--gpu", "l4"), ("analyze", "--memory")])
+def test_a_batch_whose_bytes_cannot_be_counted(command, monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]
+    size = ("--length", "8", "--batch", str(10**16), "--quiet")
+    code, _, err = run(monkeypatch, capsys, command[0], str(config), *command[1:], "--backend", "aot_eager", *size)
+    assert code == 2
+    assert "give a smaller batch" in err
+    assert err.count("\n") == 1
+
+
 def test_the_installed_command_answers() -> None:
     done = subprocess.run([sys.executable, "-m", "graphopt", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0

@@ -208,8 +208,10 @@ class MemoryProfile:
     @cached_property
     def _sizes(self) -> np.ndarray:
         formulas, index = self._distinct
-        values = np.array([self._int(f) for f in formulas], dtype=np.int64)
-        return values[index] if len(values) else np.zeros(0, dtype=np.int64)
+        values = [self._int(f) for f in formulas]
+        if max(values, default=0) * len(index) > np.iinfo(np.int64).max:
+            raise InputError(f"the bytes of a batch of {self.batch_size} cannot be counted in 64 bits: give a smaller batch.")
+        return np.array(values, dtype=np.int64)[index] if values else np.zeros(0, dtype=np.int64)
 
     @cached_property
     def _live(self) -> np.ndarray:
