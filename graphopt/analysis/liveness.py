@@ -177,15 +177,20 @@ def _owners(node: fx.Node, owners: dict[fx.Node, tuple[Owner, ...]]) -> tuple[Ow
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node's result is a view of its first argument."""
+    """Whether a node's result is a view of its first argument, for tensors that lie in memory as the recorded ones."""
+    if not can_be_view(node):
+        return False
+    return node.target is not aten.reshape.default or not _is_contiguous(node) or _is_contiguous(node.args[0])
+
+
+def can_be_view(node: fx.Node) -> bool:
+    """Whether a node's result is a view of its first argument for some tensors: `reshape` copies where it has to."""
     target = node.target
     viewing = target in _VIEWS or (isinstance(target, OpOverload) and target.is_view)
-    if not viewing or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    return target is not aten.reshape.default or not (_is_contiguous(node) and not _is_contiguous(node.args[0]))
+    return viewing and bool(node.args) and isinstance(node.args[0], fx.Node)
 
 
-def _is_contiguous(node: fx.Node) -> bool:
+def _is_contiguous(node: Any) -> bool:
     """Whether numbers lie in memory in their order. Where `reshape` copies, those of its result do, and of its argument not."""
     value, expected = node.meta.get("val"), sympy.Integer(1)
     if not isinstance(value, Tensor):

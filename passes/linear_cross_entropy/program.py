@@ -13,7 +13,7 @@ from graphopt.passes.linear_cross_entropy.matrices import NotSeparable
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import gradient_cone
-from graphopt.analysis.liveness import is_view
+from graphopt.analysis.liveness import can_be_view
 from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, WITH_SIZES, Axis, arguments, first_value
 from graphopt.compat import expression
@@ -174,7 +174,7 @@ class _Writer:
         if node.target is not aten._log_softmax.default or arguments(node)[2]:
             return None
         logits, dim, _ = arguments(node)
-        fresh = not is_view(logits) if logits in self.head.inside else self.skips  # rows are copied where some are left out
+        fresh = not can_be_view(logits) if logits in self.head.inside else self.skips  # rows are copied where some are left out
         if not fresh or self._readers(logits) | self._losses_of(logits) != {node} or dim % 2 != 1 or node.meta["val"].dim() != 2:
             return None
         return self._call(log_softmax_, (self._of(logits),), {}, node)
@@ -191,7 +191,7 @@ class _Writer:
         ):
             return None
         gradient, probabilities, labels, weight, _, ignored, _ = arguments(nll)
-        readers = self._readers(softmax) - {nll, node} | set(filter(is_view, self._losses_of(softmax)))
+        readers = self._readers(softmax) - {nll, node} | set(filter(can_be_view, self._losses_of(softmax)))
         if _original(probabilities) is not softmax or readers or len(_users_behind_views(nll)) != 1:
             return None
         args = (self._of(softmax), self._of(gradient), self._of(labels), weight and self._of(weight), ignored)
@@ -248,7 +248,7 @@ def workspace(written: Written, tokens: int) -> int:
     for i, node in enumerate(nodes):
         for read in node.all_input_nodes:
             last[owner.get(read, read)] = i
-        in_place = node.target in (log_softmax_, softmax_gradient_, operator.getitem) or is_view(node)
+        in_place = node.target in (log_softmax_, softmax_gradient_, operator.getitem) or can_be_view(node)
         if node.op == "call_function" and in_place:
             first = node.args[0]
             assert isinstance(first, fx.Node)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, carries_batch, gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.analysis.liveness import is_view
+from graphopt.analysis.liveness import can_be_view
 from graphopt.graph import TrainingGraph
 
 WORTHWHILE = 0.02
@@ -140,7 +140,7 @@ class _DominatorTree:
             value = node.meta.get("val")
             if node.op != "call_function" or not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
-            if not self.below[node] or is_view(node):
+            if not self.below[node] or can_be_view(node):
                 continue
             try:
                 rows = batch_dim(self.graph, value)

@@ -19,7 +19,7 @@ from graphopt.passes.vcas.rewrite import ROWS, GivenDraws, sample
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
-from graphopt.analysis.liveness import is_view
+from graphopt.analysis.liveness import can_be_view
 from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import no_autocast
 from graphopt.errors import GraphoptError
@@ -203,7 +203,7 @@ class _Trial:
             ours = ours.unflatten(rows.dim, (-1, rows.inner))
             either_way = (o.narrow(rows.dim, 0, len(self.first)) for o in (ours, ours.flip(rows.dim)))
             if not any(self._agree(o.double(), exact.double()) for o in either_way):
-                if is_view(node):
+                if can_be_view(node):
                     return f"{node.target} joins the batch with a dimension before it, so that a sample's rows are not together"
                 source = node.args[0] if isinstance(node.args[0], fx.Node) and "getitem" in str(node.target) else node
                 why = "its rows for half of the batch differ from those for all of it"
