@@ -255,6 +255,8 @@ def test_a_device_of_any_size_has_a_plan(monkeypatch, capsys, config) -> None:  
     code, out, _ = run(monkeypatch, capsys, *arguments, "--device-memory", "1000000GiB")
     assert code == 0
     assert json.loads(out)["batch_size"] > 2**30
+    _, out, _ = run(monkeypatch, capsys, *arguments, "--device-memory", "1MiB")
+    assert "MiB of 973 KiB" in json.loads(out)["table"][0]["why"]
 
 
 def test_a_broken_config_is_explained(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -262,9 +264,10 @@ def test_a_broken_config_is_explained(monkeypatch, capsys, tmp_path) -> None:  #
     path = tmp_path / "config.json"
     for text, said in (
         ("not json", "not a Hugging Face config"),
-        ("{}", "not a Hugging Face config"),
+        ("{}", "it names no model_type"),
         ('{"model_type": "no-such-type"}', "not a Hugging Face config"),
-        ("[1]", "not a Hugging Face config"),
+        ("[1]", "it names no model_type"),
+        ('{"model_type": "llama", "architectures": ["NoSuchModel"]}', "has no NoSuchModel"),
         (f'{{"model_type": "llama", {five}}}', "The hidden size (5) is not a multiple"),
         (f'{{"model_type": "bert", {five}}}', "The hidden size (5) is not a multiple"),
     ):

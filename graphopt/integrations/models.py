@@ -73,9 +73,13 @@ def _from_hugging_face(
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise InputError(f"{file} is not a Hugging Face config: it names no model_type.")
         config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     except FileNotFoundError as error:
         raise InputError(f"{path} has no config.json.") from error
+    except InputError:
+        raise
     except Exception as error:  # whatever the library says of its values
         raise InputError(f"{file} is not a Hugging Face config: {_in_one_line(error)}") from error
     model_class = _model_class(transformers, config)
@@ -108,6 +112,11 @@ def _model_class(transformers: Any, config: Any) -> Any:
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)
+    if config.architectures:
+        raise InputError(
+            f"transformers {transformers.__version__} has no {config.architectures[0]}, which the config names under "
+            "'architectures': name one that it has, or write a factory that returns (model, inputs)."
+        )
     mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) in mapping:
         return mapping[type(config)]

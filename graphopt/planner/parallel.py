@@ -224,5 +224,5 @@ def _row(candidate: Candidate, peak: int, limit: int) -> StrategyRow:
     if layout.method is Method.DP_TP:
         name += f" ({layout.data_parallel} x {layout.tensor_parallel})"
     replicas = layout.devices // layout.tensor_parallel
-    why = "largest batch that fits" if batch else f"one sample takes {peak / 2**30:.2f} GiB of {limit / 2**30:.2f} GiB"
+    why = "largest batch that fits" if batch else f"one sample takes {in_bytes(peak)} of {in_bytes(limit)}"
     return StrategyRow(name, batch, batch * replicas, float(candidate.score), peak, why)
