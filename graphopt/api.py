@@ -105,7 +105,7 @@ def optimize(
         BudgetError, InputError, PassError, CaptureError, ImportanceError, RankError, TorchVersionError: with cause and remedy.
     """
     budget = Budget.of(budget)
-    require_module(model)
+    require_module(model, optimizer)
     budget, unlimited = budget_for(model, budget)
     if outputs not in ("all", "loss"):
         raise InputError(f"outputs={outputs!r}: use 'all' or 'loss'.")
@@ -150,7 +150,7 @@ def optimize(
             plan = ranks.together(lambda: make(not_separable, auto, ranks), "planning")
             plan = plan_of_rank_0(plan, ranks, chosen, "planning")
     seconds = time.perf_counter() - start - capture_seconds
-    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording, fullgraph, ranks)
+    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording is not None, fullgraph, ranks)
     unplanned = () if recording is None else recording.unplanned
     unaveraged = to_be_averaged(model) if mesh is None and ranks.several else ""
     for told in filter(None, (*unplanned, unlimited, unaveraged)):

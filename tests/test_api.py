@@ -43,6 +43,11 @@ def test_what_is_no_module_is_named(call: Any, model: Any) -> None:
         call(model, (torch.ones(2, 3),))
 
 
+def test_an_optimizer_by_name_is_refused() -> None:
+    with pytest.raises(graphopt.InputError, match=r"optimizer must be the torch\.optim\.Optimizer .* not 'adamw'"):
+        graphopt.optimize(nn.Linear(3, 3), (torch.ones(2, 3),), 0.7, optimizer="adamw")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("passes", "text"), [("auto", "place and size"), ([GreenTrainer(rule="greentrainer")], "random gradients")]
 )

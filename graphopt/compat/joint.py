@@ -177,7 +177,7 @@ def _explain_graph_break(error: Exception) -> str:
     if frames and "site-packages" in frames[-1].filename:
         remedy = (
             "that line is a library's. If it only prepares something, run the model once before; otherwise set the model up so "
-            "that it is not reached"
+            "that it is not reached (where it serves gradient checkpointing, turn that off: Budget(memory=...) does the same)"
         )
     if "backwards hooks" in reason:
         remedy = "register the hook on the model itself, or a tensor hook on an output, or remove it before optimize()"

@@ -32,10 +32,12 @@ def training_mode(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def require_module(model: Any) -> None:
-    """Raise `InputError` where it is none."""
+def require_module(model: Any, optimizer: Any = None) -> None:
+    """Raise `InputError` where it is none, or the optimizer that is to train it is none."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise InputError(f"optimizer must be the torch.optim.Optimizer that trains the model, not {optimizer!r}: make it first.")
 
 
 def require_bare(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import capture_to_run
 from graphopt.errors import InputError
+from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
@@ -42,7 +43,13 @@ class _CapturesState:
 
 
 class Captures:
-    """Finds or makes the captured graph for a call of `model`."""
+    """Finds or makes the captured graph for a call of `model`.
+
+    Attributes:
+        several_graphs: the model is not one graph.
+    """
+
+    several_graphs = False
 
     def __init__(
         self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0,
@@ -72,6 +79,12 @@ class Captures:
     def graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The joint graph for this call, traced if it is new."""
         return self.captured(flatten_call(args, kwargs), args, kwargs)[1]
+
+    def planned_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
+        """The graph of this call as planning takes it: of several graphs all as one, which takes a run of the model."""
+        if self.several_graphs:
+            return record(self.model, args, kwargs, self.batch_dim, "it is not one graph").graph
+        return self.graph(args, kwargs)
 
     def not_separable(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Why the backward of this call cannot be sampled; "" if it can."""

@@ -24,7 +24,6 @@ from graphopt.distributed.sharded_traffic import Traffic
 from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.distributed.wrapping import Wrapping
 from graphopt.errors import first_line
-from graphopt.frontend.recording import Recording, record
 from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -62,7 +61,7 @@ class OptimizedModule(PlannedModule):
         plan: Plan,
         loss: LossFunction | None = None,
         select_seconds: float = 0.0,
-        recording: Recording | None = None,
+        several_graphs: bool = False,
         fullgraph: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
@@ -74,7 +73,7 @@ class OptimizedModule(PlannedModule):
         self.__dict__["_running"] = None
         self.__dict__["_turn"] = Turn()
         self.__dict__["_states"] = {}
-        self.__dict__["_several_graphs"] = recording is not None
+        captures.several_graphs = several_graphs
         self.__dict__["_fullgraph"] = fullgraph
         self.__dict__["_graph"] = graph
         self.__dict__["_plan"] = plan
@@ -151,22 +150,16 @@ class OptimizedModule(PlannedModule):
         """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
         from graphopt.frontend.against_eager import first_difference
 
-        captures, parts = self._captures, self._several_graphs
+        captures, states = self._captures, tuple(self.states.values())
         return first_difference(
-            self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim, parts,
-            tuple(self.states.values()), captures.loss_alone,
+            self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim,
+            captures.several_graphs, states, captures.loss_alone,
         )  # fmt: skip
-
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
-        """The graph of a call, as planning takes it: of a model of several graphs it is recorded."""
-        if self._several_graphs:
-            return record(self._model, args, kwargs, self._captures.batch_dim, "it is not one graph").graph
-        return self._captures.graph(args, kwargs)
 
     def _planned_step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step under a plan; the model itself where torch.compile fails."""
         if self._graph is None:
-            self.__dict__["_graph"] = self._captured(args, kwargs)
+            self.__dict__["_graph"] = self._captures.planned_on(args, kwargs)
         if self._running is None:
             me, fallback = weakref.ref(self), self._fallback  # what runs a model must not keep alive who has it run
             self.__dict__["_running"] = Running(
@@ -178,7 +171,7 @@ class OptimizedModule(PlannedModule):
                 lambda: fallback.drop_unselected(me()),
                 self._captures.batch_dim,
                 self._fullgraph,
-                self._several_graphs or is_sharded(self._model),
+                self._captures.several_graphs or is_sharded(self._model),
                 Supply(self._captures.uniforms, self.states),
                 self._captures.loss_alone,
             )
@@ -194,7 +187,7 @@ class OptimizedModule(PlannedModule):
             return output
         if plan.memory is not None and running.step is not None:
             inputs = flatten_call(args, kwargs)
-            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captured(args, kwargs))
+            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.planned_on(args, kwargs))
             if told is not None:
                 self.note(told)
         if not plan.measures:
@@ -237,9 +230,7 @@ class OptimizedModule(PlannedModule):
             optimizer = None  # it steps other gradients than those by which tensors are rated
         plan = self._plan
         selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
-        now = InForce(
-            self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._several_graphs, self._ranks
-        )
+        now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._ranks)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds
         if new is not None:

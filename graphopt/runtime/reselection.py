@@ -16,7 +16,6 @@ from graphopt.calls import as_call
 from graphopt.distributed.agreement import plan_of_rank_0
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, first_line
-from graphopt.frontend.recording import record
 from graphopt.frontend.region import frozen_names
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -62,7 +61,6 @@ class InForce:
     Attributes:
         selected: names of the parameters that are trained.
         graph, profile: that `plan` was made on.
-        several: the model is not one graph.
         ranks: that train the model together.
     """
 
@@ -73,17 +71,14 @@ class InForce:
     graph: TrainingGraph
     profile: FlopProfile
     loss: LossFunction | None
-    several: bool = False
     ranks: Ranks = field(default_factory=Ranks.alone)
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
         """The joint graph for such a batch."""
-        if not self.several:
-            return self.captures.graph(args, kwargs)
         frozen = frozen_names(self.model)
-        if all(p.trainable != (p.name in frozen) for p in self.graph.parameters):
+        if self.captures.several_graphs and all(p.trainable != (p.name in frozen) for p in self.graph.parameters):
             return self.graph  # nothing was frozen or unfrozen: recording takes a run of the model
-        return record(self.model, args, kwargs, self.captures.batch_dim, "it is not one graph").graph
+        return self.captures.planned_on(args, kwargs)
 
 
 def select_anew(
