@@ -122,7 +122,7 @@ def optimize(
     ranks = ranks_for(model, mesh, group)
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, model)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
-    captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss")
+    captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss", loss is None)
     with training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:

@@ -175,7 +175,8 @@ class _Joined:
                 if desc.kind == "tangent" and not (values and used):
                     anchor = next(n for n in self.graph.nodes if n.op != "placeholder")
                     with self.graph.inserting_before(anchor):
-                        held = self._placeholder(("tangent", number, node.name), desc, node)
+                        key = ("tangent", number, node.name)  # of several graphs, every output has a backward
+                        held = self._placeholder(key, InputDesc("tangent", key), node)
                     self._outside[number, node] = held
 
     @staticmethod

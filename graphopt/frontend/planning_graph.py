@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass
 from graphopt.passes.technique import technique
 from graphopt.runtime.stages import stage
+from graphopt.transforms.symbolic_zeros import as_differentiated
 
 
 def planning_graph(
@@ -75,7 +75,10 @@ def planning_graph(
 
 def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
     """The joint graph of a model that is not held by it."""
-    trace = functools.partial(capture, model, args, kwargs, batch_dim)
+
+    def trace() -> TrainingGraph:
+        return as_differentiated(capture(model, args, kwargs, batch_dim))
+
     return planning_graph(model, trace, args, kwargs, batch_dim)[0]
 
 

@@ -74,8 +74,9 @@ class RegionStep:
         why = (
             "gradients of inputs are computed as well. Give optimize() a batch that requires them, as training has"
             if "input" in gradients
-            else "the plan was made for another batch, or before hooks or parameters were added. Give optimize() a batch with as "
-            "many labels, and as long, as training has; after hooks or parameters were added or replaced, optimize again"
+            else "the plan was made for another batch or loss, or before hooks or parameters were added. Give optimize() a batch "
+            "with as many labels, and as long, as training has, and loss= where more than the model's first output is "
+            "differentiated; after hooks or parameters were added or replaced, optimize again"
         )
         note(f"a step takes {reports[-1].step_flops_after / whole:.2f} of the FLOPs, over flops={limit:.4g}: {why}")
 

@@ -197,11 +197,12 @@ class FlopsLimit:
 
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
+        less = " outputs='loss' leaves out what only other outputs of the model need." if self.graph.refused else ""
         if not self.likely_saved and not self.gained:
-            return infeasible(self.costs, self.plan.budget.flops)
+            return BudgetError(f"{infeasible(self.costs, self.plan.budget.flops)}{less}")
         return BudgetError(
             f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with all that is exact done and "
-            f"gradients compressed as planned. Smallest feasible: {self.smallest}."
+            f"gradients compressed as planned. Smallest feasible: {self.smallest}.{less}"
         )
 
 

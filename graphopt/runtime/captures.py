@@ -28,7 +28,7 @@ from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
-from graphopt.transforms.symbolic_zeros import without_other_outputs
+from graphopt.transforms.symbolic_zeros import as_differentiated, without_other_outputs
 
 CAPTURE_LIMIT = 8
 """Captured graphs kept per optimised model."""
@@ -53,7 +53,7 @@ class Captures:
 
     def __init__(
         self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0,
-        loss_alone: bool = False,
+        loss_alone: bool = False, own_loss: bool = True,
     ) -> None:  # fmt: skip
         """Set up.
 
@@ -62,12 +62,14 @@ class Captures:
             symbolic: graphs hold for any batch size.
             rank: of this process among those that train the model: each has draws of its own.
             loss_alone: graphs return the loss, and no other output.
+            own_loss: the loss that is trained by is the model's first output, if that is a scalar.
         """
         self.model = model
         self.batch_dim = batch_dim
         self.backend = backend
         self.symbolic = symbolic
         self.loss_alone = loss_alone
+        self.own_loss = own_loss
         self.counters = Counters()
         self.uniforms = Uniforms(rank)
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
@@ -139,6 +141,8 @@ class Captures:
             graph = capture_to_run(self.model, args, kwargs, self.batch_dim, self.symbolic)
         if self.loss_alone:
             graph = without_other_outputs(graph)
+        elif self.own_loss:
+            graph = as_differentiated(graph)
         self.counters.captures += 1
         self.counters.capture_seconds += time.perf_counter() - start
         # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);

@@ -42,6 +42,7 @@ from graphopt.runtime.reselection import InForce, Reselection, select_anew
 from graphopt.runtime.stateful import Controllers
 from graphopt.runtime.supply import Supply
 from graphopt.runtime.turn import Turn
+from graphopt.transforms.symbolic_zeros import planned_names
 
 
 class OptimizedModule(PlannedModule):
@@ -166,7 +167,7 @@ class OptimizedModule(PlannedModule):
                 self._model,
                 self._captures.backend,
                 self.counters,
-                [p.name for p in self._graph.parameters],
+                planned_names(self._graph),
                 fallback.note,
                 lambda: fallback.drop_unselected(me()),
                 self._captures.batch_dim,

@@ -20,6 +20,7 @@ from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.shared_module import SharedModule
 from graphopt.runtime.stateful import Stateful
+from graphopt.transforms.symbolic_zeros import planned_names
 
 
 class PlannedModule(SharedModule):
@@ -66,7 +67,7 @@ class PlannedModule(SharedModule):
 
     def selects_tensor(self, name: str) -> bool:
         """Whether parameter `name` is trained: the plan says so, or knows nothing of what torch.compile traces no use of."""
-        return self._plan.train is None or name in self._plan.train or all(p.name != name for p in self._graph.parameters)
+        return self._plan.train is None or name in self._plan.train or name not in planned_names(self._graph)
 
     @property
     def graph(self) -> TrainingGraph:

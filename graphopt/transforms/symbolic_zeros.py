@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from graphopt.analysis.flop_formulas import node_flops
 from graphopt.compat import OutputAlias, OutputDesc, expression, graph_module, output_list, pytree
 from graphopt.errors import LossNotFirst, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
@@ -139,6 +140,29 @@ def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:
         refused=(*graph.refused, *(desc.target for desc, keep in kept if not keep)),
         notes=list(graph.notes),
     )
+
+
+def as_differentiated(graph: TrainingGraph) -> TrainingGraph:
+    """The joint graph for the loss alone where gradients of other results take FLOPs or reach parameters that the loss does not.
+
+    Elsewhere they change nothing that a plan counts, and the graph is returned as it is.
+    """
+    expected, results, gradients = expected_results(graph), tangent_results(graph), set(graph.gradients().values())
+    sources: dict[fx.Node, set[bool]] = {}
+    for node in graph.graph.nodes:
+        if node.name in results:
+            sources[node] = {results[node.name] in expected}
+        else:
+            sources[node] = set().union(*(sources[read] for read in node.all_input_nodes))
+        if sources[node] == {False} and (node in gradients or node_flops(node) != 0):
+            return for_loss_alone(graph)
+    return graph
+
+
+def planned_names(graph: TrainingGraph) -> frozenset[str]:
+    """The parameters that a plan made on a graph knows of: not those that only the results lead to that it leaves out."""
+    reached = graph.gradients()
+    return frozenset(p.name for p in graph.parameters if not graph.refused or not p.trainable or p.name in reached)
 
 
 def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
