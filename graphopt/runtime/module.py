@@ -230,7 +230,7 @@ class OptimizedModule(PlannedModule):
         if optimizer is not None and any(state.steps_with(optimizer) for state in self.states.values()):
             optimizer = None  # it steps other gradients than those by which tensors are rated
         plan = self._plan
-        selected = self.selected if plan.train is None else frozenset(p.name for p in self._graph.trainable) & plan.train
+        selected = frozenset(p.name for p in self._graph.trainable if plan.train is None or p.name in plan.train)
         now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._ranks)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds

@@ -53,7 +53,10 @@ class PlannedModule(SharedModule):
     def selected(self) -> frozenset[str]:
         """Names of the parameters that are trained."""
         names = frozenset(p.name for p in self._graph.trainable)
-        return names if self._plan.train is None else names & self._plan.train
+        if self._plan.train is not None:
+            return names & self._plan.train
+        others = frozenset(p.name for p in self._graph.parameters) - planned_names(self._graph)
+        return names | others  # as soon as an output that leads to them is differentiated
 
     @property
     def plan(self) -> Plan:

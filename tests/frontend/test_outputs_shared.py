@@ -75,11 +75,11 @@ def assert_as_in_eager(model: Shared, budget: float | None, use: Callable[[dict[
             use(called(given)).backward()
         torch.testing.assert_close(x.grad, y.grad)
         for name, parameter in eager.named_parameters():
-            if name not in opt.selected:
+            if not opt.selects_tensor(name):
                 parameter.grad = None
         for (name, mine), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
             if theirs.grad is None:
-                assert mine.grad is None or (name in opt.selected and not mine.grad.any()), name
+                assert mine.grad is None or (opt.selects_tensor(name) and not mine.grad.any()), name
             else:
                 torch.testing.assert_close(mine.grad, theirs.grad)
     return opt
