@@ -180,7 +180,8 @@ def _record(
         except Exception as error:
             raise CaptureError(
                 f"the model cannot run on fake tensors ({type(error).__name__}: {str(error)[:300]}). Its code may look at the "
-                "values of tensors; backend='aot_eager' analyses the traced graph instead."
+                "values of tensors, or torch knows no shapes of one of its operators; "
+                "backend='aot_eager' analyses the traced graph instead."
             ) from error
         gradients = {}
         for name, parameter in parameters.items():

@@ -179,6 +179,8 @@ def _explain_graph_break(error: Exception) -> str:
             "that line is a library's. If it only prepares something, run the model once before; otherwise set the model up so "
             "that it is not reached (where it serves gradient checkpointing, turn that off: Budget(memory=...) does the same)"
         )
+    if "bind arguments" in reason:
+        remedy = "call it with the arguments that forward() takes"
     if "backwards hooks" in reason:
         remedy = "register the hook on the model itself, or a tensor hook on an output, or remove it before optimize()"
     where = f" at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""

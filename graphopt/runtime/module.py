@@ -226,6 +226,8 @@ class OptimizedModule(PlannedModule):
         Returns:
             Whether it changed. A NaN or infinite importance, a batch that cannot be traced and too little memory keep the
             selection and warn.
+        Raises:
+            InputError: the batch is none, or its inputs do not fit together.
         """
         if optimizer is not None and any(state.steps_with(optimizer) for state in self.states.values()):
             optimizer = None  # it steps other gradients than those by which tensors are rated
