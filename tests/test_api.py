@@ -43,6 +43,22 @@ def test_what_is_no_module_is_named(call: Any, model: Any) -> None:
         call(model, (torch.ones(2, 3),))
 
 
+class Two(nn.Module):
+    """Takes two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) - y).square().mean()
+
+
+def test_a_missing_argument_is_named_for_what_it_is() -> None:
+    with pytest.raises(graphopt.CaptureError, match=r"bind arguments.* call it with the arguments that forward\(\) takes"):
+        graphopt.optimize(Two(), (torch.ones(2, 3),), backend="aot_eager")
+
+
 def test_an_optimizer_by_name_is_refused() -> None:
     with pytest.raises(graphopt.InputError, match=r"optimizer must be the torch\.optim\.Optimizer .* not 'adamw'"):
         graphopt.optimize(nn.Linear(3, 3), (torch.ones(2, 3),), 0.7, optimizer="adamw")  # type: ignore[arg-type]

@@ -161,8 +161,10 @@ def as_differentiated(graph: TrainingGraph) -> TrainingGraph:
 
 def planned_names(graph: TrainingGraph) -> frozenset[str]:
     """The parameters that a plan made on a graph knows of: not those that only the results lead to that it leaves out."""
+    if not graph.refused:  # asked for every parameter in every step that hooks watch over
+        return frozenset(p.name for p in graph.parameters)
     reached = graph.gradients()
-    return frozenset(p.name for p in graph.parameters if not graph.refused or not p.trainable or p.name in reached)
+    return frozenset(p.name for p in graph.parameters if not p.trainable or p.name in reached)
 
 
 def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
