@@ -75,10 +75,15 @@ class InForce:
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrainingGraph:
         """The joint graph for such a batch."""
-        frozen = frozen_names(self.model)
-        if self.captures.several_graphs and all(p.trainable != (p.name in frozen) for p in self.graph.parameters):
-            return self.graph  # nothing was frozen or unfrozen: recording takes a run of the model
+        if self.captures.several_graphs and self.none_frozen_since:
+            return self.graph  # recording takes a run of the model
         return self.captures.planned_on(args, kwargs)
+
+    @property
+    def none_frozen_since(self) -> bool:
+        """Whether the parameters that require a gradient are those of the graph."""
+        frozen = frozen_names(self.model)
+        return all(p.trainable != (p.name in frozen) for p in self.graph.parameters)
 
 
 def select_anew(
@@ -95,8 +100,7 @@ def select_anew(
     """
     start = time.perf_counter()
     if now.plan.selection is None or now.plan.budget.flops is None:
-        as_call(batch)
-        return Reselection(False, 0.0, time.perf_counter() - start), None
+        return _without_selection(now, *as_call(batch), start)
     try:
         limit, args, kwargs = now.ranks.together(lambda: _limit(now, batch), WHAT)
         names = now.ranks.together(limit.reachable, WHAT)
@@ -118,6 +122,25 @@ def select_anew(
 
 
 WHAT = "selecting anew"
+
+
+def _without_selection(
+    now: InForce, args: tuple[Any, ...], kwargs: dict[str, Any], start: float
+) -> tuple[Reselection, NewPlan | None]:
+    """Where all tensors are trained, nothing is selected; where some were frozen or unfrozen, the plan's graph is another."""
+    plan = now.plan
+    if now.none_frozen_since or plan.train is not None or plan.memory is not None:
+        return Reselection(False, 0.0, time.perf_counter() - start), None
+    try:
+        graph = now.ranks.together(lambda: now.captured(args, kwargs), WHAT)
+        for rewrite in plan.passes:
+            plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.not_separable(plan, args, kwargs))
+        plan.rewrite(graph, now.captures.batch_size(args, kwargs))
+    except InputError:
+        raise
+    except Exception as error:  # training never dies of an optimisation
+        return _kept(error, start)
+    return Reselection(True, 0.0, time.perf_counter() - start), NewPlan(plan, graph, flop_profile(graph))
 
 
 def _limit(now: InForce, batch: Any) -> tuple[FlopsLimit, tuple[Any, ...], dict[str, Any]]:

@@ -338,6 +338,20 @@ def test_parameters_that_are_new_are_selected_and_counted_like_all_others(replac
     assert counter.get_total_flops() <= 0.6 * flop_profile(graphopt.analyze(model, (x,)).graph).step
 
 
+def test_where_all_tensors_are_trained_freezing_some_changes_what_is_counted() -> None:
+    model, inputs, opt = optimized(budget=1.0)
+    frozen = next(name for name, m in model.named_modules() if isinstance(m, nn.Linear)) + ".weight"
+    dict(model.named_parameters())[frozen].requires_grad_(False)
+    before, flops = opt.selected, opt.report.step_flops
+    assert opt.reselect(inputs).changed
+    assert opt.selected == before - {frozen}
+    assert opt.report.step_flops < flops
+    assert not opt.reselect(inputs).changed
+    dict(model.named_parameters())[frozen].requires_grad_(True)
+    assert opt.reselect(inputs).changed
+    assert opt.selected == before
+
+
 def test_the_controller_selects_on_schedule() -> None:
     _, inputs, opt = optimized(budget=0.5)
     optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-3)
