@@ -68,6 +68,7 @@ class Running:
         parts: bool = False,
         supplier: Supplier | None = None,
         loss_alone: bool = False,
+        turn: Turn | None = None,
     ) -> None:
         """Set up; nothing is compiled before the first call.
 
@@ -75,6 +76,7 @@ class Running:
             parts: the model is not one graph.
             supplier: of what passes have graphs take and return beside the model's own values.
             loss_alone: outputs beside the loss are not kept.
+            turn: whose lock the caller holds in every call; backwards that run a step again take it themselves.
         """
         self.model = model
         self.backend = backend
@@ -109,7 +111,7 @@ class Running:
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
-        self._turn = Turn()
+        self._turn = turn or Turn()
         self._differentiated = None if parts else frozenset({0})
 
     def __call__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,10 +120,6 @@ class Running:
         Raises:
             PassError: everything that the plan trains is frozen.
         """
-        with self._turn.lock:
-            return self._in_turn(plan, args, kwargs)
-
-    def _in_turn(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if plan.samples:
             plan = self._for_batch(plan, args, kwargs)
         start = time.perf_counter()

@@ -25,7 +25,6 @@ from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
-from graphopt.runtime.forward import untraced
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
 
@@ -58,14 +57,18 @@ class DisabledModule(OptimizedModule):
         """
         super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
-        self.__dict__["_running"] = Running(model, backend, Counters(), (), self.note, lambda: None) if compiles else None
+        running = Running(model, backend, Counters(), (), self.note, lambda: None, turn=self._turn)
+        self.__dict__["_running"] = running if compiles else None
         self.start_techniques()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if self._running is None or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        return untraced(self._running, self._plan, args, kwargs)
+        return super().forward(*args, **kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._running(self._plan, args, kwargs)
 
     @property
     def selected(self) -> frozenset[str]:

@@ -14,13 +14,9 @@ if TYPE_CHECKING:
     from graphopt.runtime.shared_module import SharedModule
 
 
-def untraced(step: Callable[..., Any], *args: Any) -> Any:
-    """`step(*args)`, which is compiled by itself: torch.compile leaves it out where it traces what calls an optimised model."""
-    return _left_out(step, *args) if torch.compiler.is_compiling() else step(*args)
-
-
 @torch.compiler.disable
-def _left_out(step: Callable[..., Any], *args: Any) -> Any:
+def left_out(step: Callable[..., Any], *args: Any) -> Any:
+    """`step(*args)`, which is compiled by itself, where torch.compile traces what calls an optimised model."""
     return step(*args)
 
 

@@ -35,7 +35,7 @@ from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.fallback import Fallback
-from graphopt.runtime.forward import untraced
+from graphopt.runtime.forward import left_out
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.planned_module import PlannedModule
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
@@ -110,7 +110,7 @@ class OptimizedModule(PlannedModule):
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
         if not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
-        return untraced(self._in_turn, args, kwargs)
+        return left_out(self._in_turn, args, kwargs) if torch.compiler.is_compiling() else self._in_turn(args, kwargs)
 
     def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._turn.lock:
@@ -175,6 +175,7 @@ class OptimizedModule(PlannedModule):
                 self._captures.several_graphs or is_sharded(self._model),
                 Supply(self._captures.uniforms, self.states),
                 self._captures.loss_alone,
+                self._turn,
             )
         running: Running = self._running
         try:
