@@ -13,6 +13,7 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -233,15 +234,15 @@ def _without_prefix(export: compat.JointExport) -> compat.JointExport:
             return compat.OutputDesc(desc.kind, strip(desc.target))
         return desc
 
-    return compat.JointExport(
-        export.module,
-        tuple(strip(d) for d in export.inputs),
-        tuple(strip_output(d) for d in export.outputs),
-        export.aliases,
-        export.out_spec,
-        export.guards,
-        export.ranges,
-    )
+    return replace(export, inputs=tuple(map(strip, export.inputs)), outputs=tuple(map(strip_output, export.outputs)))
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every name."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
 
 
 def _parameters(model: nn.Module) -> tuple[Parameter, ...]:

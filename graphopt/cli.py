@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -126,7 +127,7 @@ def plan(
     import graphopt
     from graphopt.integrations.models import load
     from graphopt.planner.parallel import check_devices, plan_devices
-    from graphopt.report.memory import plan_dict, plot_timeline, show_plan
+    from graphopt.report.memory import plot_timeline, show_plan
 
     check_devices(devices, device_memory, tensor_parallel, margin)
     make_folder_of(plot)
@@ -148,7 +149,7 @@ def plan(
         largest = profile.at(max(1, found.batch_size))
         plot_timeline(largest, plot, f"{model}, batch {largest.batch_size}, one device", found.capacity_bytes)
     if as_json:
-        print(json.dumps({"model": model, **plan_dict(found)}, indent=1))
+        print(json.dumps({"model": model, **asdict(found)}, indent=1))
     else:
         show_plan(found, Console())
 

@@ -7,8 +7,8 @@ that is read off the graph (FLOPs, bytes) is a formula in `B`. Passes rewrite a 
 
 from __future__ import annotations
 
-import copy
 import functools
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,9 @@ from graphopt.compat import (
     graph_module,
     has_effect,
     output_list,
+    pytree,
 )
+from graphopt.compat.graph_modules import copied
 from graphopt.errors import PassError
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)
@@ -154,6 +156,12 @@ class TrainingGraph:
             return int(expression(value).subs({**self.sizes, **dict.fromkeys(self.symbols, batch_size)}))
         return _at(expression(value), self.symbols, batch_size)
 
+    def bytes_of(self, value: Any, batch_size: int | None = None) -> int:
+        """Bytes of all tensors in a value, each as if contiguous; at the captured batch size by default."""
+        batch_size = batch_size or self.batch_size
+        tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
+        return sum(math.prod(self.at(size, batch_size) for size in t.shape) * t.element_size() for t in tensors)
+
     def accepts(self, batch_size: int) -> bool:
         """Whether the graph is valid for `batch_size`: every condition the trace relied on holds there."""
         if not self.symbolic:
@@ -169,12 +177,7 @@ class TrainingGraph:
 
     def clone(self) -> TrainingGraph:
         """A copy whose graph can be rewritten without touching this one; tensors and metadata are shared."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        output = graph.graph_copy(self.graph, mapping)
-        result = graph.output(output)
-        result.meta = copy.copy(self.graph.output_node().meta)
-        return replace(self, module=graph_module(self.module, graph), notes=list(self.notes))
+        return replace(self, module=graph_module(self.module, copied(self.graph)), notes=list(self.notes))
 
     def drop_gradient(self, name: str) -> None:
         """Stop returning the gradient of parameter `name`; `eliminate_dead_code` removes what only it needed.

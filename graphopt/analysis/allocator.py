@@ -2,7 +2,7 @@
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with default settings: sizes are rounded up to 512 bytes; up to 1 MiB
 comes from segments of 2 MiB, below 10 MiB from segments of 20 MiB, larger requests get segments rounded up to 2 MiB; the best
-fitting free block is split, and neighbouring free blocks merge. With `expandable_segments` each pool is one segment that grows.
+fitting free block is split, and neighbouring free blocks merge.
 """
 
 from __future__ import annotations
@@ -52,15 +52,9 @@ def rounded(size: int) -> int:
     return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
 
 
-def cuda_memory(
-    profile: MemoryProfile, expandable_segments: bool = False, context_bytes: int = CONTEXT_BYTES, steps: int = 2
-) -> CudaMemory:
-    """Run a profile's allocations through the allocator.
-
-    Args:
-        steps: training steps to simulate; what the first one left fragmented shows in the second.
-    """
-    allocator = CachingAllocator(expandable_segments)
+def cuda_memory(profile: MemoryProfile, context_bytes: int = CONTEXT_BYTES) -> CudaMemory:
+    """Run a profile's allocations of two steps through the allocator: what the first left fragmented shows in the second."""
+    allocator = CachingAllocator()
     end = len(profile.rows) - 1
     born, freed = defaultdict(list), defaultdict(list)
     for i, block in enumerate(profile.blocks):
@@ -71,7 +65,7 @@ def cuda_memory(
             continue
         born[block.born].append(i)
         freed[block.last].append(i)
-    for _ in range(steps):
+    for _ in range(2):
         held: dict[int, Block] = {}
         for row in range(end + 1):
             for i in born[row]:
@@ -98,7 +92,6 @@ class _Pool:
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.tail: Block | None = None  # last block of the growing segment
         self._order: list[tuple[int, int]] = []
         self._blocks: dict[tuple[int, int], Block] = {}
 
@@ -122,8 +115,7 @@ class _Pool:
 class CachingAllocator:
     """Allocations and frees on one stream; `reserved`, `allocated` and `peak_allocated` are bytes."""
 
-    def __init__(self, expandable_segments: bool = False) -> None:
-        self.expandable = expandable_segments
+    def __init__(self) -> None:
         self.reserved = self.allocated = self.peak_allocated = 0
         self._pools = {True: _Pool(True), False: _Pool(False)}
         self._next_address = 0
@@ -134,15 +126,13 @@ class CachingAllocator:
         pool = self._pools[size <= SMALL_REQUEST]
         block = pool.best_fit(size)
         if block is None:
-            block = self._grow(pool, size) if self.expandable else self._segment(pool, size)
+            block = self._segment(pool, size)
         pool.remove(block)
         remaining = block.size - size
-        if remaining >= ROUNDING if (pool.small or self.expandable) else remaining > SMALL_REQUEST:
+        if remaining >= ROUNDING if pool.small else remaining > SMALL_REQUEST:
             rest = Block(block.address + size, remaining, pool, before=block, after=block.after)
             if rest.after is not None:
                 rest.after.before = rest
-            elif pool.tail is block:
-                pool.tail = rest
             block.after, block.size = rest, size
             pool.add(rest)
         self.allocated += block.size
@@ -161,8 +151,6 @@ class CachingAllocator:
                 first.after = second.after
                 if second.after is not None:
                     second.after.before = first
-                elif pool.tail is second:
-                    pool.tail = first
                 block = first
         pool.add(block)
 
@@ -173,32 +161,8 @@ class CachingAllocator:
             length = LARGE_SEGMENT
         else:
             length = -(-size // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
-        block = Block(self._address(length), length, pool)
-        pool.add(block)
-        return block
-
-    def _grow(self, pool: _Pool, size: int) -> Block:
-        page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
-        tail = pool.tail
-        missing = size - (tail.size if tail is not None and tail.free else 0)
-        length = -(-missing // page) * page
-        address = self._address(length)
-        if tail is not None and tail.free:
-            pool.remove(tail)
-            tail.size += length
-            pool.add(tail)
-            return tail
-        address = address if tail is None else tail.address + tail.size
-        block = Block(address, length, pool, before=tail)
-        if tail is not None:
-            tail.after = block
-        pool.tail = block
-        pool.add(block)
-        return block
-
-    def _address(self, length: int) -> int:
         self.reserved += length
-        address = self._next_address
-        # Far apart, so that pools that grow never meet.
-        self._next_address += length + 2**50 if self.expandable else length
-        return address
+        block = Block(self._next_address, length, pool)
+        self._next_address += length
+        pool.add(block)
+        return block

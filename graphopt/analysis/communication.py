@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from graphopt.compat import pytree
 from graphopt.compat.distributed import collective_of, group_in
 from graphopt.graph import TrainingGraph
 
@@ -49,5 +46,4 @@ def _collectives(graph: TrainingGraph) -> Iterable[Collective]:
         kind = collective_of(node.target)
         if kind:
             values = [n.meta.get("val") for n in node.all_input_nodes]
-            tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-            yield Collective(kind, sum(graph.at(t.numel(), graph.batch_size) * t.element_size() for t in tensors), group_in(node))
+            yield Collective(kind, graph.bytes_of(values), group_in(node))

@@ -7,6 +7,7 @@ forms, are those of the installed release. 8-bit optimizers and master weights f
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,7 +108,7 @@ def optimizer_memory(
     masters: list[tuple[str, str, int]] = []
     if master_weights:
         half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
-        masters = [(p.name, "float32 master copy", 4 * _numel(p)) for p in half]
+        masters = [(p.name, "float32 master copy", 4 * math.prod(p.shape)) for p in half]
         parameters = [Trained(p.name, p.shape, torch.float32) if p in half else p for p in parameters]
     if isinstance(optimizer, str) and optimizer in _EIGHT_BIT:
         return OptimizerMemory(optimizer, (*masters, *_eight_bit_states(parameters, _EIGHT_BIT[optimizer])))
@@ -157,7 +158,8 @@ def _recorded(name: str, factory: OptimizerFactory, parameters: Sequence[Trained
             optimizer = factory(fakes)
             optimizer.step()
             recording = Recording()
-            recording.ignore(_tensors([fakes, [f.grad for f in fakes], optimizer.state]))
+            held = compat.pytree.tree_leaves([fakes, [f.grad for f in fakes], optimizer.state])
+            recording.ignore([value for value in held if isinstance(value, Tensor)])
             with recording:
                 optimizer.step()
         except Exception as error:
@@ -183,29 +185,8 @@ def _recorded(name: str, factory: OptimizerFactory, parameters: Sequence[Trained
 def _eight_bit_states(parameters: Sequence[Trained], count: int) -> Iterable[tuple[str, str, int]]:
     """Block-wise 8-bit states (Dettmers et al., 2022): a byte per element, a float32 scale per block."""
     for p in parameters:
-        elements = _numel(p)
+        elements = math.prod(p.shape)
         small = elements < EIGHT_BIT_MINIMUM
         size = 4 * elements if small else elements + 4 * -(-elements // EIGHT_BIT_BLOCK)
         for i in range(count):
             yield p.name, f"state {i + 1}{'' if small else ', 8 bit'}", size
-
-
-def _numel(parameter: Trained) -> int:
-    count = 1
-    for size in parameter.shape:
-        count *= size
-    return count
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    stack = [tree]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, dict):
-            stack.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            stack.extend(value)
-    return found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor, fx
 
 from graphopt.analysis.liveness import is_view
-from graphopt.compat import is_recomputed, pytree
+from graphopt.compat import is_recomputed
 from graphopt.graph import TrainingGraph, ancestors
 
 _TENSORS = (Tensor, tuple, list)
@@ -23,7 +22,7 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
     """
     batch_size = batch_size or graph.batch_size
     forward = ancestors(graph.forward_results())
-    storages: dict[Any, int] = {}
+    storages: dict[fx.Node, int] = {}
     for node in forward:
         if node.op != "call_function" or is_recomputed(node):
             continue
@@ -32,12 +31,7 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
         source = view_source(node)
         if source.op == "placeholder":
             continue
-        for i, value in enumerate(pytree.tree_leaves(source.meta.get("val"))):
-            if isinstance(value, Tensor):
-                elements = 1
-                for size in value.shape:
-                    elements *= graph.at(size, batch_size)
-                storages[source, i] = elements * value.element_size()
+        storages[source] = graph.bytes_of(source.meta.get("val"), batch_size)
     return sum(storages.values())
 
 

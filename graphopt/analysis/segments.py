@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import module_path
 from graphopt.analysis.saved import view_source
-from graphopt.compat import OpOverload, is_in_place, is_recomputed, pytree
+from graphopt.compat import OpOverload, is_in_place, is_recomputed
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
 FINEST = 32
@@ -77,7 +77,7 @@ def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
     nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
     if not nodes:
         return ()
-    saved = {n: _bytes(graph, n) for n in nodes if _is_saved(n, forward)}
+    saved = {n: graph.bytes_of(n.meta.get("val")) for n in nodes if _is_saved(n, forward)}
     finest = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
     cuts = finest[merged - 1 :: merged]
     ends = [*cuts, len(nodes)]
@@ -114,8 +114,8 @@ def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
                 f"{_position(index, merged, len(finest) + 1)} {module_path(nodes[end - 1])}".strip(),
                 tuple(inside),
                 tuple(name for name, first in first_read.items() if first == index),
-                sum(_bytes(graph, n) for n in kept),
-                sum(_bytes(graph, n) for n in held if segment_of.get(n) == index),
+                sum(graph.bytes_of(n.meta.get("val")) for n in kept),
+                sum(graph.bytes_of(n.meta.get("val")) for n in held if segment_of.get(n) == index),
                 sum(graph.at(node_flops(n), graph.batch_size) for n in inside),
             )
         )
@@ -185,7 +185,7 @@ def _passing(graph: TrainingGraph, nodes: Sequence[fx.Node], forward: set[fx.Nod
     changes = [0] * (len(nodes) + 2)
     for node in nodes:
         if view_source(node) is node:
-            size = _bytes(graph, node)
+            size = graph.bytes_of(node.meta.get("val"))
             changes[position[node] + 1] += size
             changes[last[node] + 1] -= size
     running, total = [], 0
@@ -203,7 +203,7 @@ def _running_total(graph: TrainingGraph, nodes: Sequence[fx.Node], saved: dict[f
         source = view_source(node)
         if node in saved and source.op == "call_function" and source not in seen:
             seen.add(source)
-            total += _bytes(graph, source)
+            total += graph.bytes_of(source.meta.get("val"))
     return running
 
 
@@ -226,14 +226,3 @@ def _gives_the_same_again(node: fx.Node) -> bool:
 def _readers(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
     """Nodes of the forward that read a parameter."""
     return [u for u in node.users if u in forward]
-
-
-def _bytes(graph: TrainingGraph, node: fx.Node) -> int:
-    total = 0
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(value, Tensor):
-            elements = 1
-            for size in value.shape:
-                elements *= graph.at(size, graph.batch_size)
-            total += elements * value.element_size()
-    return total

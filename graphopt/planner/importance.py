@@ -104,8 +104,8 @@ def measure_importance(
             update = -gradient.detach() if optimizer is None else next_update(optimizer, parameter, gradient)
             raw[name] = 0.0 if update is None else _rated(metric, update.double(), gradient.detach().double())
     largest = max((abs(v) for v in raw.values()), default=0.0)
-    if not all(map(_finite, raw.values())):
-        bad = next(name for name, v in raw.items() if not _finite(v))
+    if not all(map(math.isfinite, raw.values())):
+        bad = next(name for name, v in raw.items() if not math.isfinite(v))
         raise ImportanceError(f"importance is not finite (first at {bad}): the loss or its gradient is NaN or infinite.")
     if largest == 0.0:
         raise ImportanceError("importance is zero everywhere: the loss does not depend on any trainable tensor.")
@@ -177,10 +177,6 @@ def _wide(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() and tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor.clone()
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
 
 
 @contextlib.contextmanager

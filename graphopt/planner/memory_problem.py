@@ -75,8 +75,7 @@ def make_problem(
     fixed = 0
     for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
         if desc.kind in ("parameter", "buffer", "input"):
-            value = node.meta["val"]
-            fixed += math.prod(graph.at(size, graph.batch_size) for size in value.shape) * value.element_size()
+            fixed += graph.bytes_of(node.meta["val"])
     values = {} if importance is None else importance.values
     if plan.budget.flops is None:  # all of it is to be trained, unless it does not fit
         largest = max(values.values(), default=1.0) or 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Set
 from typing import Any
 
@@ -11,13 +10,14 @@ from torch import fx
 
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass, PassReport
+from graphopt.runtime.bounded_cache import BoundedCache
 
 LIMIT = 3
 """Rewrites that are kept per graph, those used last; of each as many again, one pass further on."""
 
 Rewritten = tuple[TrainingGraph, PassReport]
 
-_made: weakref.WeakKeyDictionary[fx.GraphModule, OrderedDict[Hashable, tuple[Pass, Rewritten]]] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[fx.GraphModule, BoundedCache[Hashable, tuple[Pass, Rewritten]]] = weakref.WeakKeyDictionary()
 
 
 def once(run: Callable[[Pass, TrainingGraph, Any], Rewritten], rewrite: Pass, graph: TrainingGraph, decisions: Any) -> Rewritten:
@@ -29,15 +29,11 @@ def once(run: Callable[[Pass, TrainingGraph, Any], Rewritten], rewrite: Pass, gr
     frozen = _frozen(decisions)
     if frozen is None:
         return run(rewrite, graph, decisions)
-    made = _made.setdefault(graph.module, OrderedDict())
+    made = _made.setdefault(graph.module, BoundedCache(LIMIT))
     own = graph.batch_size, graph.batch_dims, graph.static_reason  # graphs of one module may differ in these
     key = run, id(rewrite), own, frozen  # the entry holds the pass, so that no other has its id
-    if key not in made:
-        made[key] = rewrite, run(rewrite, graph, decisions)
-        while len(made) > LIMIT:
-            made.popitem(last=False)
-    made.move_to_end(key)
-    return made[key][1]
+    found = made.get(key) or made.put(key, (rewrite, run(rewrite, graph, decisions)))
+    return found[1]
 
 
 def _frozen(decisions: Any) -> Hashable | None:

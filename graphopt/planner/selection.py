@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,16 +11,13 @@ from graphopt.errors import BudgetError, ImportanceError
 from graphopt.planner.costs import BackwardCosts, smallest_ratio
 from graphopt.planner.knapsack import chain_knapsack, fill
 from graphopt.planner.milp import graph_milp
-from graphopt.planner.paper_selection import paper_selection
 
 __all__ = ["BackwardCosts", "Selection", "Solver", "select", "smallest_ratio"]
 
-Solver = Literal["auto", "knapsack", "milp", "paper"]
+Solver = Literal["auto", "knapsack", "milp"]
 
 RESOLUTION = 100_000
 """T_q: steps of the knapsack's budget."""
-PAPER_RESOLUTION = 1_000
-"""T_q in the authors' code."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +65,9 @@ def select(
         spare_flops: by which the step may exceed that, because later passes save as much; below 0 if they cost more.
         solver: "knapsack" is exact on chains and quick; "milp" is exact on any graph; "auto" runs both, the MILP for at most
             `time_limit` seconds, and returns the better.
-            "paper" is the authors' recurrence with its flaws, for comparison: it can exceed the budget and takes T_q = 1e3.
         resolution: T_q of the knapsack.
     Returns:
-        A selection that (but for "paper") never exceeds the budget; empty if no importance is positive.
+        A selection that never exceeds the budget; empty if no importance is positive.
     Raises:
         BudgetError: out of range, or too small to train anything; names the smallest feasible ratio.
         ImportanceError: NaN or infinite.
@@ -86,11 +81,6 @@ def select(
     limit = costs.affordable(flops_ratio) + spare_flops
     if limit < min(costs.cost([i]) for i in range(len(costs.names))):
         raise infeasible(costs, flops_ratio)
-    if solver == "paper":
-        prefix = (*costs.chain_prefix, costs.chain_prefix[-1])
-        passed = [below - above for above, below in itertools.pairwise(prefix)]
-        chosen = paper_selection(passed, costs.weight_grad_flops, importance, limit, PAPER_RESOLUTION)
-        return _selection(costs, importance, chosen, "paper", math.inf)
     found: list[Selection] = []
     if solver in ("auto", "knapsack"):
         chosen = fill(costs, importance, limit, chain_knapsack(costs, importance, limit, resolution))

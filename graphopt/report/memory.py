@@ -66,11 +66,6 @@ def show_memory(profile: MemoryProfile, console: Console, title: str, top: int =
         console.print(f"  assumed: {assumption}", highlight=False)
 
 
-def plan_dict(plan: MemoryPlan) -> dict[str, Any]:
-    """Plain values, ready for JSON."""
-    return asdict(plan)
-
-
 def show_plan(plan: MemoryPlan, console: Console) -> None:
     """Print what was chosen, from what, and on which assumptions."""
     console.print(f"plan: {plan.verdict}", highlight=False)

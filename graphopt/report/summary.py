@@ -20,7 +20,7 @@ from graphopt.passes.state import State
 from graphopt.passes.technique import technique
 from graphopt.planner.pareto import Point
 from graphopt.planner.plan import Plan
-from graphopt.report.html.details import Source, page, with_options
+from graphopt.report.html.details import Source, page
 from graphopt.report.plan import PlanSummary, StepClock, summarise
 from graphopt.report.progress import stages_told, watched
 from graphopt.report.selection import SelectionSummary, summarise_selection
@@ -129,7 +129,9 @@ class Report:
         """
         if self._source is None:
             raise GraphoptError(f"there is no graph to draw a page of: {self.verdict} print(report) says what is known.")
-        source = with_options(self._source, optimizer, device_memory, front, title)
+        source = replace(
+            self._source, optimizer=optimizer, device_memory=device_memory, front=tuple(front), title=title or self._source.title
+        )
         with stages_told(quiet=not watched()):
             text = page(source, self.to_dict())
         if path is not None:

@@ -6,8 +6,6 @@ from collections import OrderedDict
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
-
-
 Value = TypeVar("Value")
 
 
@@ -34,7 +32,3 @@ class BoundedCache(Generic[Key, Value]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def newest_first(self) -> list[tuple[Key, Value]]:
-        """All entries, the most recently used first."""
-        return list(reversed(self._entries.items()))

@@ -17,7 +17,7 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import capture_to_run
+from graphopt.capture import capture_to_run, tensors_of
 from graphopt.errors import InputError
 from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
@@ -92,11 +92,7 @@ class Captures:
         """Why the backward of this call cannot be sampled; "" if it can."""
         inputs = flatten_call(args, kwargs)
         graph = self.captured(inputs, args, kwargs)[1]
-        tensors = {
-            **dict(self.model.named_parameters(remove_duplicate=False)),
-            **dict(self.model.named_buffers(remove_duplicate=False)),
-        }
-        reason = plan.inseparable(plan.before_sampling().rewrite(graph)[0], tensors, inputs.tensors)
+        reason = plan.inseparable(plan.before_sampling().rewrite(graph)[0], tensors_of(self.model), inputs.tensors)
         if reason:
             logger.warning("the backward is not sampled: %s", reason)
         return reason

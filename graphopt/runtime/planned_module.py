@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
+from graphopt.capture import tensors_of
 from graphopt.distributed.ranks import Ranks
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
@@ -38,11 +39,7 @@ class PlannedModule(SharedModule):
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers by every name, as they are now: users may move or replace them between steps."""
-        model = self._model
-        return {
-            **dict(model.named_parameters(remove_duplicate=False)),
-            **dict(model.named_buffers(remove_duplicate=False)),
-        }
+        return tensors_of(self._model)
 
     @property
     def loss_function(self) -> LossFunction | None:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.calls import BatchDim, as_call, batch_size_of, flatten_call
-from graphopt.capture import capture_to_run
+from graphopt.capture import capture_to_run, tensors_of
 from graphopt.compat import InputDesc, pytree
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
@@ -225,11 +225,7 @@ def compiled(
     flat = flatten_call(args, kwargs)
     batch_size = batch_size_of(flat, graph.batch_dims) or graph.batch_size
     lowered = lower(specialise(graph, batch_size, decompose=backend == "inductor"), backend)
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    uniforms = Uniforms()
+    tensors, uniforms = tensors_of(model), Uniforms()
     return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms, given))
 
 

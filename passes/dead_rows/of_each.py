@@ -14,7 +14,7 @@ from graphopt.analysis.row_axes import Rules
 from graphopt.analysis.row_rules import PRODUCTS, Axis, Read, arguments, first_value, is_zero
 from graphopt.compat import expression
 from graphopt.errors import PassError
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, ancestors
 from graphopt.transforms.rows import Emit
 
 aten = torch.ops.aten
@@ -165,14 +165,7 @@ def puts_back(graph: TrainingGraph, rows: RowsOfEach, node: fx.Node) -> bool:
 
 def needed_for(rows: RowsOfEach) -> set[fx.Node]:
     """What the rows' numbers are computed by."""
-    needed: set[fx.Node] = set()
-    waiting = [rows.source]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed and node.op == "call_function":
-            needed.add(node)
-            waiting += node.all_input_nodes
-    return needed
+    return {node for node in ancestors([rows.source]) if node.op == "call_function"}
 
 
 def known_before(rows: RowsOfEach, narrow: Collection[fx.Node]) -> bool:

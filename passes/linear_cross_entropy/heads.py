@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -79,10 +80,7 @@ class _Search:
         """Whether a tensor has as many elements as the logits."""
         if first_value(node) is None or node.op != "call_function":
             return False
-        count = 1
-        for size in self.rules.shape(node):
-            count *= size
-        return count >= self.size
+        return math.prod(self.rules.shape(node)) >= self.size
 
     def include(self, node: fx.Node, axis: Axis) -> None:
         """Compute rows of a node in chunks, and all of what they are computed from that is as large."""
@@ -255,7 +253,7 @@ def _checked(graph: TrainingGraph, found: _Search, loss: fx.Node, tokens: int, s
     if any(draws(n) and (n in inside or order[n] > first) for n in {*inside, *found.gradients, *found.sums, *ancestors(reads)}):
         raise NotSeparable("random numbers are drawn in it")
     rows = sorted((n for n, axis in reads.items() if axis is not None), key=order.__getitem__)
-    used = sorted((_bytes(graph, n) for n in inside if n.target not in _FREE), reverse=True)
+    used = sorted((graph.bytes_of(first_value(n)) for n in inside if n.target not in _FREE), reverse=True)
     flops = sum(graph.at(node_flops(n), graph.batch_size) for n in (*inside, *found.gradients, *found.sums))
     return Head(
         name=_name(graph, loss),
@@ -272,7 +270,7 @@ def _checked(graph: TrainingGraph, found: _Search, loss: fx.Node, tokens: int, s
         tangent=_tangent(graph, found, [n for n in reads if n in found.cone]),
         flops=flops // tokens,
         saved_bytes=sum(used[:2]),
-        weights_bytes=sum(_bytes(graph, n) for n in found.sums),
+        weights_bytes=sum(graph.bytes_of(first_value(n)) for n in found.sums),
     )
 
 
@@ -315,15 +313,6 @@ def _tangent(graph: TrainingGraph, found: _Search, gradients: list[fx.Node]) -> 
     if (above - found.cone) & descendants(found.losses):
         raise NotSeparable("the gradients of its tokens' losses depend on these")
     return tangents[0]
-
-
-def _bytes(graph: TrainingGraph, node: fx.Node) -> int:
-    value = first_value(node)
-    assert value is not None
-    count = value.element_size()
-    for size in value.shape:
-        count *= graph.at(size, graph.batch_size)
-    return count
 
 
 def _name(graph: TrainingGraph, loss: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -146,10 +147,7 @@ class _Writer:
     def _row_bytes(self, node: fx.Node) -> int:
         value = first_value(node)
         assert value is not None
-        count = value.element_size()
-        for size in value.shape[1:]:
-            count *= int(size)
-        return count
+        return math.prod(map(int, value.shape[1:])) * value.element_size()
 
     def _of(self, node: fx.Node) -> fx.Node:
         """A node of the head, for the chunk."""
@@ -271,10 +269,8 @@ def _bytes_of_chunk(node: fx.Node, tokens: int) -> int:
     total = 0
     values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
     for value in values:
-        count = value.element_size()
-        for size in value.shape:
-            count *= tokens if expression(size) in node.meta["tokens"] else int(size)
-        total += count
+        sizes = (tokens if expression(size) in node.meta["tokens"] else int(size) for size in value.shape)
+        total += math.prod(sizes) * value.element_size()
     return total
 
 

@@ -56,22 +56,17 @@ def test_the_best_fit_is_taken() -> None:
     assert allocator.allocate(19 * MIB + 512 * 1024) is blocks[1]
 
 
-def test_fragmented_segments_grow_where_expandable_ones_do_not() -> None:
-    plain, expandable = CachingAllocator(), CachingAllocator(expandable_segments=True)
-    for allocator in (plain, expandable):
-        for size in (30, 60, 90):
-            allocator.free(allocator.allocate(size * MIB))
-    assert plain.reserved == 180 * MIB
-    assert expandable.reserved == 100 * MIB
+def test_fragmented_segments_stay_apart() -> None:
+    allocator = CachingAllocator()
+    for size in (30, 60, 90):
+        allocator.free(allocator.allocate(size * MIB))
+    assert allocator.reserved == 180 * MIB
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 64 * MIB), st.booleans()), min_size=1, max_size=60),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.booleans()), min_size=1, max_size=60))
 @settings(max_examples=60)
-def test_blocks_never_overlap_and_the_sums_are_right(requests: list[tuple[int, bool]], expandable: bool) -> None:
-    allocator = CachingAllocator(expandable)
+def test_blocks_never_overlap_and_the_sums_are_right(requests: list[tuple[int, bool]]) -> None:
+    allocator = CachingAllocator()
     held = []
     for size, release in requests:
         block = allocator.allocate(size)
@@ -94,4 +89,3 @@ def test_a_profile_reserves_at_least_what_it_allocates() -> None:
     found = cuda_memory(profile, context_bytes=7)
     assert profile.peak_bytes == found.exact_bytes <= found.allocated_bytes <= found.reserved_bytes
     assert found.total_bytes == found.reserved_bytes + 7
-    assert cuda_memory(profile, expandable_segments=True).reserved_bytes <= found.reserved_bytes + LARGE_SEGMENT + SMALL_SEGMENT

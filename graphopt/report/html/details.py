@@ -6,7 +6,7 @@ import datetime
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -178,8 +178,3 @@ def _environment(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("backend", report["backend"]),
         ("batch", report["batch"]),
     ]
-
-
-def with_options(source: Source, optimizer: Any, device_memory: int | str | None, front: Sequence[Point], title: str) -> Source:
-    """The source with what the user asked for."""
-    return replace(source, optimizer=optimizer, device_memory=device_memory, front=tuple(front), title=title or source.title)
