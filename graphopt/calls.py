@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -34,12 +34,21 @@ class FlatInputs:
     spec: Any
 
 
+class Call(NamedTuple):
+    """Arguments of a call `model(*args, **kwargs)`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call `model(...)` from what the user passed.
 
     Raises:
         InputError: not a tensor, tuple, list or mapping.
     """
+    if isinstance(example_inputs, Call):
+        return example_inputs.args, dict(example_inputs.kwargs)
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):

@@ -83,9 +83,10 @@ def analyze(
         if memory:
             from graphopt.report.memory import memory_dict, plot_timeline, show_memory
 
-            profile, title = analysis.memory, f"{model}, batch {batch}, {backend}, {optimizer}"
+            profile = analysis.memory
+            title = f"{model}, batch {profile.batch_size}, {backend}, {optimizer}"
     if memory:
-        top = 20 if top is None else top
+        top = 20 if top is None and not as_json else top or len(profile.blocks)
         if plot is not None:
             plot_timeline(profile, plot, title)
         if as_json:
@@ -102,9 +103,10 @@ def analyze(
         figures = {"forward": flops.forward, "backward": flops.backward, "step": flops.step}
         columns = ("name", "shape", "weight_grad_flops", "input_grad_flops")
         tensors = [{column: getattr(row, column) for column in columns} for row in shown]
-        print(json.dumps({"model": model, "batch": batch, "cost": cost, **figures, "tensors": tensors}, indent=1))
+        print(json.dumps({"model": model, "batch": flops.batch_size, "cost": cost, **figures, "tensors": tensors}, indent=1))
         return
-    show_flops(flops, shown, Console(), f"{model}, batch {batch}: GFLOPs of one step (2 per multiply-add), cost={cost}")
+    title = f"{model}, batch {flops.batch_size}: GFLOPs of one step (2 per multiply-add), cost={cost}"
+    show_flops(flops, shown, Console(), title)
 
 
 @app.command()
@@ -251,6 +253,7 @@ def optimize(
 ) -> None:
     """Optimise a model for a budget, run one step on random inputs, and dump the graphs."""
     import graphopt
+    from graphopt.calls import as_call
     from graphopt.integrations.models import load
     from graphopt.planner.plan import resolve_passes
 
@@ -266,7 +269,8 @@ def optimize(
         opt = graphopt.optimize(
             loaded.train(), inputs, budget=limits, passes=named, backend=backend, optimizer=steps_with, verify=verify
         )
-        _run_once(opt, inputs)
+        args, kwargs = as_call(inputs)
+        opt(*args, **kwargs)
         files = opt.dump(out)
     if as_json:
         print(json.dumps(opt.report.to_dict(), indent=1))
@@ -307,13 +311,6 @@ def _made(optimizer: str, model: Any) -> Any:
 
     trained = [p for p in model.parameters() if p.requires_grad]
     return named_optimizer(optimizer, trained[0].device)(trained) if trained else None
-
-
-def _run_once(opt: Any, inputs: Any) -> None:
-    if isinstance(inputs, dict):
-        opt(**inputs)
-    else:
-        opt(*inputs)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

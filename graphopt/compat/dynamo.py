@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,17 @@ def compiled_by(call: Callable[..., Any], backend: Any, fullgraph: bool) -> Call
     if _isolates():
         options |= {"isolate_recompiles": True, "recompile_limit": COMPILATIONS}
     return compile_(call, **options)
+
+
+def with_own_code(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`call` with a code object of its own.
+
+    Dynamo keeps what it compiles with the code object, which is to go when the model does, and what it has learned about sizes by
+    the code's name.
+    """
+    function: Any = call
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)
 
 
 _NEVER_CHANGE = (
@@ -58,16 +70,24 @@ class Settings:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.wanted: dict[str, Any] = {"skip_nnmodule_hook_guards": False, "allow_unspec_int_on_nn_module": True}
+        self.wanted: dict[str, Any] = {
+            "skip_nnmodule_hook_guards": False,
+            "allow_unspec_int_on_nn_module": True,
+            "suppress_errors": False,  # errors tell what is to be compiled, and reach the caller as graphopt's own
+        }
         if torch._dynamo.config.optimize_ddp is True:
             self.wanted["optimize_ddp"] = False
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             self.wanted["allow_rnn"] = True
         if not _isolates():
             self.wanted["recompile_limit"] = COMPILATIONS
-        self.always = "allow_rnn" in self.wanted  # else a recurrent layer breaks the graph before anything is compiled
         self.before: list[dict[str, Any]] = []
         self.patched: list[contextlib.ExitStack] = []
+
+    @property
+    def always(self) -> bool:
+        """Whether they are needed where all is compiled: a recurrent layer would break the graph, an error not be raised."""
+        return "allow_rnn" in self.wanted or torch._dynamo.config.suppress_errors
 
     def __enter__(self) -> None:
         self.patched.append(contextlib.ExitStack())

@@ -16,6 +16,11 @@ from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.schemas import bound_arguments, has_schema, written_arguments
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether what is computed of a tensor now is being traced."""
+    return torch._guards.detect_fake_mode(tensor) is not None
+
+
 def output_list(module: fx.GraphModule) -> list[Any]:
     """What a graph returns, one entry per output."""
     results: Any = module.graph.output_node().args[0]

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
 from graphopt.compat import keeps_graph, on_compiled_autograd, pytree, wrap_backward
+from graphopt.compat.fakes import is_traced
 from graphopt.compat.schemas import arguments_of, has_schema
 from graphopt.errors import RerunError
 from graphopt.graph import TrainingGraph
@@ -50,8 +51,11 @@ _flatten, _unflatten = pytree.tree_flatten, pytree.tree_unflatten  # by these na
 
 @torch.compiler.allow_in_graph
 def unasked(output: Tensor) -> Tensor:
-    """An output that requires a gradient, but has no backward; one node of Dynamo's graph, by which a backend finds it."""
-    return _Unasked.apply(output)
+    """An output that requires a gradient, but has no backward; one node of Dynamo's graph, by which a backend finds it.
+
+    Where Dynamo traces nothing and all of it runs in eager mode, it is the output itself.
+    """
+    return _Unasked.apply(output) if is_traced(output) else output
 
 
 def with_backward(output: Any, expected: frozenset[int]) -> tuple[Any, tuple[int, ...]]:

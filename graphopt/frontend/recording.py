@@ -20,7 +20,7 @@ from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
 from graphopt.compat.aot import forward_graph, joint_graph
-from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically
+from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically, with_own_code
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
 from graphopt.frontend.before import Before
@@ -59,6 +59,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, reason: str) -> Recording:
     inputs = flatten_call(args, kwargs)
     regions: list[RecordedRegion] = []
+    twin: list[nn.Module] = []
     unplanned: list[str] = []
 
     def backend(module: fx.GraphModule, examples: list[Any]) -> Any:
@@ -74,7 +75,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         def run(*values: Any) -> Any:
             outputs = module(*values)
             # Dynamo runs one graph for all layers that look alike, and sharded weights are other tensors once they are gathered.
-            region = region_of(placeholders, values, tensor_names(running))
+            region = region_of(placeholders, values, tensor_names(twin[0]))
             graph = None
             if traced is not None:
                 graph = training_graph(region, graph_module(traced[0], copied(traced[0].graph)), traced[1])
@@ -93,9 +94,15 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         statically(),
         torch.enable_grad(),
     ):
-        output = compiled_by(lambda *a, **k: running(*a, **k), backend, False)(*args, **kwargs)
+        twin.append(running)
+        try:
+            output = compiled_by(with_own_code(lambda *a, **k: twin[0](*a, **k), "recorded"), backend, False)(*args, **kwargs)
+            found = list(regions)
+        finally:  # Dynamo keeps the backend for ever
+            regions.clear()
+            twin.clear()
     returned = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    planned = [region for region in regions if region.graph is not None]
+    planned = [region for region in found if region.graph is not None]
     if not any(desc.kind == "gradient" for region in planned if region.graph is not None for desc in region.graph.outputs):
         why = unplanned[0] if unplanned else "torch.compile traces no part of it that has a backward"
         raise NothingToPlan(f"nothing of the model can be planned: {why}; {reason}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from graphopt import compat
 from graphopt.calls import BatchDim, flatten_call
 from graphopt.capture import TRACING, caching_configs
 from graphopt.compat import draws, pytree
-from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere
+from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere, with_own_code
 from graphopt.errors import ALL_FROZEN, GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
 from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
@@ -138,7 +137,7 @@ class Running:
             self.step = self._as_step(plan)
             self._draws = bool(self._draws) or self.step is None or self.step.draws  # for good: kinds may take turns
             self._watches = self._watches or self._returned is not None
-        else:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
+        elif not self.settled:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
             self.settled = not self._broken and len(self._ran) == 1 and not self._settings.always
         if self.step is not None:
             self.step.note_seconds(output, start)
@@ -202,8 +201,9 @@ class Running:
                 return found
         except Exception as error:
             if not (isinstance(cause_of(error), Unsettled) or is_traced_elsewhere(error)):
+                self._call = ((), {})
                 raise
-        self.settled, self._ran, self._returned = False, [], None
+        self.settled, self._ran, self._returned, self._breaks = False, [], None, graph_breaks()
         symbolic = symbolic_batch(args, kwargs, self.batch_dim) if plan.samples else contextlib.nullcontext()
         try:
             with TRACING, self._settings, symbolic, self._prepared():
@@ -262,10 +262,7 @@ class Running:
             return (output, ()) if differentiated is None else with_backward(output, differentiated)
 
         backend = "aot_eager" if plan.measures else self.backend  # it runs once in many
-        # Dynamo keeps what it compiles with the code object, which is to go when the model does, and what it has learned about
-        # sizes by the code's name, which is this model's own.
-        code = call.__code__.replace(co_name=self._name)
-        own = types.FunctionType(code, call.__globals__, self._name, None, call.__closure__)
+        own = with_own_code(call, self._name)
         return compiled_by(own, PlanBackend(plan, weakref.ref(self), backend), self.fullgraph)  # type: ignore[arg-type]
 
     def _check_all_planned(self, plan: Plan) -> None:

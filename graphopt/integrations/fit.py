@@ -141,9 +141,12 @@ def fit(
     peak = memory.peak_bytes + OVERHEAD
     found = []
     for what, measure in (
-        () if peak <= usable else _changes(model, example_inputs, graph, [memory, *others], largest, optimizer, backend, counted)
+        () if peak <= usable else _changes(model, example_inputs, graph, [memory, *others], usable, optimizer, backend, counted)
     ):
-        size = measure() + OVERHEAD
+        try:
+            size = measure() + OVERHEAD
+        except GraphoptError:  # such as adapters where there is no linear layer
+            continue
         if size < peak:
             found.append(Change(what, size, size <= usable))
     assumptions = (
@@ -167,7 +170,7 @@ def _changes(
     inputs: Any,
     graph: TrainingGraph,
     memories: Sequence[MemoryProfile],
-    largest: int | None,
+    usable: int,
     optimizer: Optimizer,
     backend: str,
     counted: Callable[..., Analysis],
@@ -178,8 +181,9 @@ def _changes(
     if rewritten is not None:
         yield "graphopt.optimize(model, batch, outputs='loss')", lambda: step_memory(rewritten, backend, optimizer).peak_bytes
     if memory.symbolic and memory.batch_size > 1:
-        batch = max(largest or 1, 1)
-        yield f"a batch of {batch}, with gradient accumulation", lambda: memory.at(batch).peak_bytes
+        gathering = step_memory(graph, backend, optimizer, accumulation=2)
+        batch = max(_largest(gathering, usable) or 1, 1)
+        yield f"a batch of {batch}, with gradient accumulation", lambda: gathering.at(batch).peak_bytes
     yield "activation checkpointing (Budget(memory=...))", lambda: _recomputed(graph, backend, optimizer)
     if len(memories) > 1:
         yield f"{_in_8_bits(optimizer)} in the place of {optimizer}", lambda: memories[1].peak_bytes

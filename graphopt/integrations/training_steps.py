@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.calls import as_call
+from graphopt.calls import Call, as_call
 from graphopt.compat import pytree
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
@@ -195,9 +195,6 @@ class TrainingSteps:
         except Exception as error:
             self._fail(None if isinstance(error, ImportanceError) else kind, error)
             return None
-        if not isinstance(opt, OptimizedModule):  # graphopt is switched off
-            self._gave_up = True
-            return None
         self.savings.overhead += float(_measured(opt))
         self.opt = opt
         return opt
@@ -288,10 +285,13 @@ def _measured(opt: OptimizedModule) -> bool:
 
 
 def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call's arguments as `optimize` and controllers take them: a tuple or a dict."""
+    """A call's arguments as `optimize` and controllers take them: by name where they have one."""
     if not kwargs:
         return args
-    return {**dict(zip(inspect.signature(original).parameters, args, strict=False)), **kwargs}
+    parameters = list(inspect.signature(original).parameters.values())[: len(args)]
+    if len(parameters) < len(args) or any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
+        return Call(args, kwargs)
+    return {**dict(zip([p.name for p in parameters], args, strict=True)), **kwargs}
 
 
 def _kind(batch: Any) -> Any:

@@ -168,9 +168,10 @@ def softmax_gradient_(
     counts = labels != ignored
     safe = labels.where(counts, 0)
     scale = gradients if weight is None else gradients * weight[safe]
-    scale = scale.where(counts, 0).to(log_probabilities.dtype)
-    found = log_probabilities.exp_().mul_(scale[:, None])
-    return found.scatter_add_(1, safe[:, None], -scale[:, None])
+    scale = scale.where(counts, 0)[:, None].to(log_probabilities.dtype)
+    # p - 1, which is what remains of a label that is predicted well: half precision has no such p but 1
+    own = log_probabilities.gather(1, safe[:, None]).double().expm1() * scale.double()
+    return log_probabilities.exp_().mul_(scale).scatter_(1, safe[:, None], own.to(log_probabilities.dtype))
 
 
 CALLED = (log_softmax_, softmax_gradient_)

@@ -140,7 +140,7 @@ def _why_not(plan: Plan, fact: _Fact, importance: float | None, left: float) -> 
     if importance is not None and importance < 0:
         return "worth nothing", "its next step would raise the loss on the example batch"
     if importance == 0:
-        return "worth nothing", "the optimizer does not hold it, or its gradient is zero"
+        return "worth nothing", "its gradient is zero, or comes from few of the rows, or the optimizer does not hold it"
     if plan.budget.flops is not None and fact.alone > plan.budget.flops and fact.extra > left:
         return "out of reach", f"training it alone would take {in_percent(fact.alone)} of a full step's FLOPs"
     if fact.extra > left:

@@ -154,7 +154,7 @@ class Captures:
         )
         model: list[Any] = []
         for module in self.model.modules():
-            model.append(module.training)
+            model.extend((name, v) for name, v in vars(module).items() if isinstance(v, (bool, str)))  # "training", too
             held = (*module._parameters.values(), *module._buffers.values())
             model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
         return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs), _settings())

@@ -57,17 +57,19 @@ class DisabledModule(OptimizedModule):
         """
         super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
-        running = Running(model, backend, Counters(), (), self.note, lambda: None, turn=self._turn)
-        self.__dict__["_running"] = running if compiles else None
+        self.__dict__["_compiles"] = compiles
         self.start_techniques()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        if self._running is None or not torch.is_grad_enabled():
+        if not self._compiles or not torch.is_grad_enabled():
             return self._model(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._running is None:
+            backend, note = self._captures.backend, self._fallback.note
+            self.__dict__["_running"] = Running(self._model, backend, Counters(), (), note, lambda: None, turn=self._turn)
         return self._running(self._plan, args, kwargs)
 
     @property
@@ -94,7 +96,7 @@ class DisabledModule(OptimizedModule):
         """That nothing was done, and why; FLOPs are not counted (0)."""
         trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
         backend = self._captures.backend
-        how = "uncompiled" if self._running is None else "as torch.compile has it"
+        how = "as torch.compile has it" if self._compiles else "uncompiled"
         return Report(
             budget=self._plan.budget.stated(), passes=[], approximations=[], trained=len(trained), trainable=len(trained),
             selected=trained, cut=[], forward_flops=0, backward_flops=0, full_step_flops=0, step_flops=0, flops_ratio=1.0,

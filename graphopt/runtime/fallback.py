@@ -36,7 +36,11 @@ class Fallback:
         self.model = model
         self.notes: list[str] = []
         self.model_runs = 0
-        self._hooks: list[Any] = []
+        self._hooks: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without hooks, which copies of parameters do not have."""
+        return {**self.__dict__, "_hooks": {}}
 
     def run_model(self, opt: OptimizedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself; if that fails, too, the error is the model's own, and nothing is held against the compiler."""
@@ -53,8 +57,10 @@ class Fallback:
 
     def drop_unselected(self, opt: OptimizedModule | None) -> None:
         """Have tensors that are not selected lose any gradient that reaches them."""
-        if self._hooks or opt is None or not opt.selects:
+        if opt is None or not opt.selects:
             return
+        if not self._hooks:
+            weakref.finalize(opt, _remove, self._hooks)
         parameters = dict(self.model.named_parameters())
         if any(not isinstance(p, nn.Parameter) for p in parameters.values()):
             self.note(REPLACED)
@@ -63,9 +69,10 @@ class Fallback:
             name = next((n for n in held.names if n in parameters), held.names[0])
             forms |= {id(t): (name, t) for t in (held.sharded, held.whole) if t is not None}
         for name, parameter in forms.values():
-            if parameter.is_leaf and parameter.requires_grad:
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(DropGradient(opt, name)))
-        weakref.finalize(opt, _remove, self._hooks)
+            hooked = self._hooks.get(id(parameter))
+            if parameter.is_leaf and parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
+                handle = parameter.register_post_accumulate_grad_hook(DropGradient(opt, name))
+                self._hooks[id(parameter)] = weakref.ref(parameter), handle
 
 
 class DropGradient:
@@ -87,6 +94,6 @@ class DropGradient:
         return DropGradient, ()
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
+def _remove(hooks: dict[int, tuple[weakref.ref[Tensor], Any]]) -> None:
+    for _, handle in hooks.values():
         handle.remove()

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.analysis.flops import FlopProfile
-from graphopt.calls import flatten_call
+from graphopt.calls import as_call, flatten_call
 from graphopt.compat.dynamo import cause_of
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import in_common, plan_of_rank_0
@@ -233,6 +233,8 @@ class OptimizedModule(PlannedModule):
         if optimizer is not None and any(state.steps_with(optimizer) for state in self.states.values()):
             optimizer = None  # it steps other gradients than those by which tensors are rated
         plan = self._plan
+        if self._graph is None:
+            self.__dict__["_graph"] = self._captures.planned_on(*as_call(batch))
         selected = frozenset(p.name for p in self._graph.trainable if plan.train is None or p.name in plan.train)
         now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._ranks)
         outcome, new = select_anew(now, batch, optimizer, tolerance)
@@ -264,9 +266,10 @@ class OptimizedModule(PlannedModule):
         self.__dict__["_plan"] = plan
         return changed
 
-    def _install(self, plan: Plan, graph: TrainingGraph, profile: FlopProfile | None) -> None:
+    def _install(self, plan: Plan, graph: TrainingGraph | None, profile: FlopProfile | None) -> None:
         """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
-        before, known, planned = self.selected, {p.name for p in self._graph.parameters}, {p.name for p in graph.parameters}
+        before = self.selected
+        known, planned = ({p.name for p in g.parameters} if g is not None else set() for g in (self._graph, graph))
         self.__dict__.update(_plan=plan, _graph=graph, _profile=profile, _last_step=None)
         if planned != known:
             self.__dict__["_running"] = None  # it trains what the plan did not know

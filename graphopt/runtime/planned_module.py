@@ -11,6 +11,7 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.budget import Budget
 from graphopt.capture import tensors_of
 from graphopt.distributed.ranks import Ranks
+from graphopt.errors import GraphoptError
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -49,6 +50,9 @@ class PlannedModule(SharedModule):
     @property
     def selected(self) -> frozenset[str]:
         """Names of the parameters that are trained."""
+        if self._graph is None:
+            train, parameters = self._plan.train, self._model.named_parameters()
+            return frozenset(name for name, p in parameters if p.requires_grad and (train is None or name in train))
         names = frozenset(p.name for p in self._graph.trainable)
         if self._plan.train is not None:
             return names & self._plan.train
@@ -67,18 +71,26 @@ class PlannedModule(SharedModule):
 
     def selects_tensor(self, name: str) -> bool:
         """Whether parameter `name` is trained: the plan says so, or knows nothing of what torch.compile traces no use of."""
-        return self._plan.train is None or name in self._plan.train or name not in planned_names(self._graph)
+        if self._plan.train is None or name in self._plan.train:
+            return True
+        return self._graph is not None and name not in planned_names(self._graph)
 
     @property
     def graph(self) -> TrainingGraph:
-        """The captured joint graph that the plan was made on."""
+        """The captured joint graph that the plan was made on.
+
+        Raises:
+            GraphoptError: the model was unpickled, and has not run a step since.
+        """
+        if self._graph is None:
+            raise GraphoptError("graphs are not part of a pickled model: run a step first.")
         return self._graph
 
     @property
     def flops(self) -> FlopProfile:
         """FLOPs of the captured graph; `.cost(opt.selected)` is the cut backward's."""
         if self.__dict__["_profile"] is None:
-            self.__dict__["_profile"] = flop_profile(self._graph)
+            self.__dict__["_profile"] = flop_profile(self.graph)
         return self.__dict__["_profile"]
 
     @property
@@ -112,7 +124,7 @@ class PlannedModule(SharedModule):
         from graphopt.report.summary import make_report
 
         return make_report(
-            self._graph,
+            self.graph,
             self.flops,
             self._plan,
             self._captures,
@@ -141,7 +153,7 @@ class PlannedModule(SharedModule):
         """
         from graphopt.report.graph_dump import dump
 
-        return dump(directory, self._graph, self._plan, self.report, self._last_step)
+        return dump(directory, self.graph, self._plan, self.report, self._last_step)
 
     def _parts(self) -> dict[str, Stateful]:
         """Everything but the plan that has a state."""

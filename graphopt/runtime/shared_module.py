@@ -115,6 +115,22 @@ class SharedModule(nn.Module):
         if "_model" in self.__dict__:
             self.__dict__["_model"].training = mode
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own, whatever it makes of it."""
+        return self._model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Into the model, by its own."""
+        return self._model.load_state_dict(*args, **kwargs)
+
+    def get_extra_state(self) -> Any:
+        """The model's."""
+        return self._model.get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """The model's."""
+        self._model.set_extra_state(state)
+
     def train(self, mode: bool = True) -> Any:
         """Set training mode on the model, through its own `train`."""
         self._model.train(mode)

@@ -172,7 +172,8 @@ class _Matrices(_Editing):
                 raise NotSeparable("something is added to logits in another form")
             found = self.emit(cut, node.target, *added, self._part(left, lead, cut, known, sizes), right, **node.kwargs)
         elif is_elementwise(node.target) and self._is_wide(node):
-            inputs = {n: n if self._for_all(n) else self._part(n, lead, cut, known, sizes) for n in node.all_input_nodes}
+            rows = node.meta["val"].shape[0]
+            inputs = {n: n if self._for_all(n, rows) else self._part(n, lead, cut, known, sizes) for n in node.all_input_nodes}
             args, kwargs = fx.map_arg((args, dict(node.kwargs)), inputs.__getitem__)
             found = self.emit(cut, node.target, *args, **kwargs)
         elif isinstance(node.meta["val"], Tensor) and node.meta["val"].dim() == 2:
@@ -190,9 +191,12 @@ class _Matrices(_Editing):
         return found
 
     @staticmethod
-    def _for_all(node: fx.Node) -> bool:
+    def _for_all(node: fx.Node, rows: Any) -> bool:
+        """Whether each of so many rows reads all of a value."""
         value = node.meta["val"]
-        return not isinstance(value, Tensor) or value.dim() < 2
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return True
+        return _is_one(value.shape[0]) and not _is_one(rows)
 
     def _element_by_element(self, node: fx.Node) -> None:
         """f(a view) is a view of f."""
@@ -204,7 +208,7 @@ class _Matrices(_Editing):
             value = argument.meta["val"]
             if argument in self.rows and _same_shape(argument, node):
                 inputs[argument] = self.rows[argument][0]
-            elif self._for_all(argument):
+            elif self._for_all(argument, 1):
                 inputs[argument] = argument
             elif all(size == 1 for size in value.shape[:-1]):
                 inputs[argument] = self.emit(node, aten.reshape.default, argument, [-1])
@@ -285,3 +289,7 @@ def _same_shape(one: fx.Node, other: fx.Node) -> bool:
 
 def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(sizes) == len(others) and all(expression(a) == expression(b) for a, b in zip(sizes, others, strict=True))
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1

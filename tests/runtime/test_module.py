@@ -352,6 +352,25 @@ def test_where_all_tensors_are_trained_freezing_some_changes_what_is_counted() -
     assert opt.selected == before
 
 
+def test_selecting_anew_counts_the_branch_that_a_flag_of_the_model_takes() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.deep = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            for _ in range(6 if self.deep else 1):
+                x = self.b(x)
+            return x.square().mean()
+
+    model, x = Deep(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager")
+    before = opt.captures.graph((x,), {})
+    model.deep = True
+    assert opt.captures.graph((x,), {}) is not before
+
+
 def test_the_controller_selects_on_schedule() -> None:
     _, inputs, opt = optimized(budget=0.5)
     optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-3)
