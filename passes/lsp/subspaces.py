@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from graphopt.passes.lsp.cleared import Cleared
 from graphopt.passes.lsp.compressed_weight import Changed, CompressedWeight
 from graphopt.passes.lsp.compressor import Part
 from graphopt.passes.lsp.learning import draw_moments, scaled_to_one
@@ -58,7 +59,8 @@ class Subspaces(State):
         self.used = False
         self.steps = self.forwards = 0
         self._checked_at = -1
-        self._checks = False
+        self._checks = self._awaited = False
+        self._cleared = Cleared()
         for name, weight in weights.items():
             exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
             zero = torch.zeros((), dtype=exact, device=weight.device)
@@ -93,13 +95,19 @@ class Subspaces(State):
                 "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
             )
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)}
-        self.follow_cleared_gradients([p for n, p in trained.items() if n not in self.weights])
-        self._checks = self.due()
+        others = {n: p for n, p in trained.items() if n not in self.weights}
+        none = all(w.variable.grad is None for w in self.weights.values())
+        if not none and self._cleared.are(others, stepped=not self.forwards):
+            self.clear_gradients()
+        elif none and not self._awaited:  # what ran before was not stepped, as where a scaler left it out
+            self.forwards = 0
+        self._checks, self._awaited = self.due(), True
         self.forwards += 1
         return self.checking(plan) if self._checks else plan
 
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """See `State`."""
+        self._cleared.follow(step)
         if self._checks and step is not None and not step.graph.compressed:
             self.nothing_to_check()
 
@@ -144,6 +152,7 @@ class Subspaces(State):
     @torch.no_grad()
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """A backward has computed a compressed gradient, in a tensor of our own; those that no optimizer steps are dropped."""
+        self._awaited = False
         compressed = self.weights[name]
         variable = compressed.variable
         if not variable.requires_grad:
@@ -197,8 +206,8 @@ class Subspaces(State):
         The first gradient takes the place of random projectors. A check then gathers gradients of several batches: projectors are
         learned from all but the last of them, and compared with the last, which they have not seen.
 
-        Should there be another forward in this step, or a compressed gradient already, then those are in the old projectors, and
-        what is learned comes into force after the step.
+        Should there be another forward in this step, or a compressed gradient of the weight already, then those are in the old
+        projectors, and what is learned comes into force after the step.
         """
         compressed = self.weights[self.names[site]]
         compressed.follow(gradient.device)
@@ -251,7 +260,7 @@ class Subspaces(State):
             compressed.error = error
             compressed.fits += 1
             compressed.next = found, unseen_energy(compressed.subspace, found, latest)
-            if self.forwards == 1 and all(w.variable.grad is None for w in self.weights.values()):
+            if self.forwards == 1 and compressed.variable.grad is None:
                 compressed.replace(*compressed.next)
 
     def _produced(self, site: int, gradient: Tensor) -> None:
@@ -319,15 +328,6 @@ class Subspaces(State):
             self.generator.set_state(saved.generator)
 
         return restore
-
-    def follow_cleared_gradients(self, ordinary: list[Tensor]) -> None:
-        """Clear compressed gradients where the ordinary ones have been cleared: `zero_grad` of a model does not know of D.
-
-        Args:
-            ordinary: the model's other trained parameters.
-        """
-        if ordinary and all(p.grad is None for p in ordinary):
-            self.clear_gradients()
 
     def clear_gradients(self, names: Iterable[str] | None = None) -> None:
         """See `State`."""
