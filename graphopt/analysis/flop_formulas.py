@@ -45,6 +45,23 @@ def _inner_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **k
     return 2 * left[0]
 
 
+def _grouped(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """A product per expert, each of its own tokens: (S, K) x (G, K, N), or for gradients of weights (K, S) x (S, N)."""
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+def _grouped_backward(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """Both gradients, whichever is needed."""
+    return 2 * _grouped(left, right)
+
+
+_BY_NAME: dict[str, Callable[..., Any]] = {
+    "transformers.grouped_mm_fallback": _grouped,
+    "transformers.grouped_mm_fallback_backward": _grouped_backward,
+}
+"""Formulas of operators that exist once a library has been imported."""
+
 ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
@@ -53,6 +70,7 @@ ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.mv: _matrix_vector,
     aten.addmv: _added_matrix_vector,
     aten.dot: _inner_product,
+    aten._grouped_mm: _grouped,
     torch.ops.graphopt.combine_rows: combine_rows_flops,
     torch.ops.graphopt.by_tokens: by_tokens_flops,
 }
@@ -75,6 +93,8 @@ def node_flops(node: fx.Node) -> Any:
     packet = getattr(node.target, "overloadpacket", None)
     if node.op != "call_function" or packet is None:
         return 0
+    if (named := _BY_NAME.get(str(packet))) is not None:
+        ADDED_FORMULAS[packet] = named
     if packet in ADDED_FORMULAS:
         args, kwargs = pytree.tree_map(lambda x: _shape(_value(x)), (node.args, dict(node.kwargs)))
         return ADDED_FORMULAS[packet](*args, **kwargs)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from graphopt.passes.vcas.measuring import MeasuringStep
-from graphopt.passes.vcas.ratios import Calibration, Norms, SampleRatios
+from graphopt.passes.vcas.ratios import Calibration, Norms, SampleRatios, weight_of
 from graphopt.passes.vcas.variance_probe import Probe
 from torch import Tensor
 
@@ -29,27 +29,20 @@ class Exact:
     """What passes that leave nothing out found.
 
     Attributes:
-        entries: by batch and parameter, some entries of its gradient.
+        entries: by batch and parameter, some entries of its gradient, so scaled that they have the variance of all.
         norms: of the samples' gradients at every boundary.
-        sizes: number of entries by parameter.
     """
 
     entries: list[dict[str, Tensor]]
     norms: Norms
-    sizes: dict[str, int]
 
     def batch_variances(self) -> dict[str, float]:
-        """V_s of each parameter on the entries that were looked at."""
+        """V_s of each parameter, as all of its entries are taken to have it."""
         found = {}
         for name in self.entries[0]:
             stacked = torch.stack([gradients[name] for gradients in self.entries])
             found[name] = float((stacked - stacked.mean(0)).square().sum()) / (len(self.entries) - 1)
         return found
-
-    def whole_variances(self) -> dict[str, float]:
-        """V_s of each parameter, as all of its entries are taken to have it."""
-        some = self.batch_variances()
-        return {n: v * self.sizes[n] / self.entries[0][n].numel() for n, v in some.items() if self.entries[0][n].numel()}
 
 
 @dataclass(frozen=True)
@@ -79,7 +72,7 @@ class Measurement:
             slots = self.step.lowered.slots
             for name in rows:
                 rows[name].append(slots[f"norms {name}"].detach().cpu())
-        return Exact(entries, Norms(rows, probe.parents), {p.name: math.prod(p.shape) for p in probe.graph.parameters})
+        return Exact(entries, Norms(rows, probe.parents))
 
     def sampled(self, exact: Exact, ratios: SampleRatios) -> Calibration:
         """One pass per batch with `ratios`: the variance that they add."""
@@ -92,10 +85,10 @@ class Measurement:
             added.append(sum(float((sampled[n] - exact.entries[i][n]).square().sum()) for n in sampled))
             for name in terms:
                 terms[name].append(float(self.step.lowered.slots[f"variance {name}"]))
-        whole = exact.whole_variances()
-        per_weight = {name: whole[weight] for name in terms if (weight := name.split(" #")[0]) in whole}
+        whole = exact.batch_variances()
+        per_weight = {weight: whole[weight] for weight in map(weight_of, terms) if weight in whole}
         means = {n: sum(v) / len(v) for n, v in terms.items()}
-        return Calibration(sum(exact.batch_variances().values()), sum(added) / len(added), per_weight, means)
+        return Calibration(sum(whole.values()), sum(added) / len(added), per_weight, means)
 
     def _entries(self, batch: Call, counts: Tensor, seed: int) -> dict[str, Tensor]:
         """Some entries of every gradient, the same ones throughout a calibration, with the dropout of `seed`."""
@@ -108,7 +101,8 @@ class Measurement:
         for name, gradient in found.items():
             number = min(gradient.numel(), max(FEWEST_ENTRIES, math.ceil(ENTRIES * gradient.numel())))
             chosen = torch.randint(gradient.numel(), (number,), generator=generator)
-            entries[name] = gradient.reshape(-1)[chosen.to(gradient.device)].double().cpu()
+            some = gradient.reshape(-1)[chosen.to(gradient.device)].double().cpu()
+            entries[name] = some * math.sqrt(gradient.numel() / max(1, number))
         return entries
 
 

@@ -8,6 +8,7 @@ takes steps back (`corrected`) until that is within the budget.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +49,11 @@ class Norms:
         return found
 
 
+def weight_of(product: str) -> str:
+    """The weight of a product; a weight that is used several times has several, of which all but the first are numbered."""
+    return product.split(" #")[0]
+
+
 @dataclass(frozen=True)
 class Calibration:
     """The variances of gradients, measured on M batches with M sampled passes each.
@@ -56,7 +62,7 @@ class Calibration:
         batch_variance: V_s, of the mini-batch gradient, over all weights measured.
         rows_variance: V_act, that keeping rows adds.
         weight_variance: V_s of each weight by name.
-        tokens_variance: V_w, that keeping some terms of each weight's gradient adds.
+        tokens_variance: V_w by product, that keeping some terms of it adds to the gradient of its weight; see `weight_of`.
     """
 
     batch_variance: float
@@ -91,7 +97,11 @@ class Calibration:
 
     def too_few_terms(self, tolerance: float) -> list[str]:
         """Weights to which leaving out terms adds more than the part `tolerance`, or a variance that is not finite."""
-        return [n for n, v in self.tokens_variance.items() if not v <= tolerance * self.weight_variance.get(n, 0.0)]
+        added: dict[str, float] = defaultdict(float)  # draws are independent
+        for name, variance in self.tokens_variance.items():
+            added[weight_of(name)] += variance
+        most = {name: tolerance * self.weight_variance.get(name, 0.0) for name in added}
+        return [name for name in self.tokens_variance if not added[weight_of(name)] <= most[weight_of(name)]]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt import InputError
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.segments import find_segments
 from graphopt.capture import capture, capture_to_run
@@ -104,6 +105,24 @@ def test_operators_that_torch_does_not_count_are_counted() -> None:
     flops = graphopt.analyze(Products(), (torch.randn(4, 6),)).flops
     assert flops.forward == 2 * 4 * 6 + 2 * 6
     assert flops.backward == 2 * 4 * 6
+
+
+def test_products_of_experts_are_counted_whoever_multiplies_them() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    ids, found = torch.randint(0, 50, (2, 8)), {}
+    for experts in ("grouped_mm", "batched_mm"):
+        model = MixtralForCausalLM(config)
+        model.set_experts_implementation(experts)
+        found[experts] = graphopt.analyze(model, {"input_ids": ids, "labels": ids}, optimizer=None).flops.step
+        with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert found[experts] == counter.get_total_flops()
+    assert found["grouped_mm"] == found["batched_mm"]
 
 
 def test_unknown_cost_mode() -> None:

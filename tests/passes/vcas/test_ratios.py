@@ -29,6 +29,13 @@ def chain(*norms: Tensor) -> Norms:
     return Norms({f"b{i}": [n] for i, n in enumerate(norms)}, {f"b{i}": f"b{i - 1}" if i else None for i in range(len(norms))})
 
 
+def test_products_of_one_weight_share_what_is_allowed_of_it() -> None:
+    one = Calibration(1.0, 0.0, {"w": 1.0, "v": 1.0}, {"w": 0.04, "v": 0.04})
+    several = Calibration(1.0, 0.0, {"w": 1.0, "v": 1.0}, {"w": 0.04, "w #2": 0.04, "v": 0.04})
+    assert one.too_few_terms(0.05) == []
+    assert several.too_few_terms(0.05) == ["w", "w #2"]
+
+
 @given(NORMS, st.floats(0, 1))
 def test_kept_rows_have_the_stated_part_of_the_norms_and_one_fewer_has_not(norms: Tensor, preserved: float) -> None:
     kept = round(kept_fraction(norms, preserved) * norms.numel())
