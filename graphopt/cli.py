@@ -23,6 +23,7 @@ from graphopt.cli_options import (
     Optimizer,
     Quiet,
     at_work,
+    check_picture,
     checked_optimizer,
     make_folder_of,
 )
@@ -54,7 +55,7 @@ def common(
 def analyze(
     model: Model,
     batch: Batch = 4,
-    length: Length = 512,
+    length: Length = None,
     cost: Annotated[
         Literal["exact", "paper"], typer.Option(help="Counted by the operators of the graph, or by GreenTrainer's own rules.")
     ] = "exact",
@@ -71,7 +72,7 @@ def analyze(
     """Count the FLOPs of a training step per tensor, or its bytes; allocates no weights."""
     if plot is not None and not memory:
         raise InputError("--plot draws the timeline of the memory: add --memory.")
-    make_folder_of(plot)
+    check_picture(plot)
     import graphopt
     from graphopt.integrations.models import load
 
@@ -118,7 +119,7 @@ def plan(
     margin: Annotated[float, typer.Option(help="Share of each device that stays free.")] = 0.05,
     allow_within_margin: Annotated[bool, typer.Option("--allow-within-margin", help="Use that share too.")] = False,
     batch: Batch = 4,
-    length: Length = 512,
+    length: Length = None,
     backend: Backend = "inductor",
     optimizer: Optimizer = "adamw",
     plot: Annotated[Path | None, typer.Option(help="Write the memory timeline of one device as a PNG here.")] = None,
@@ -132,7 +133,7 @@ def plan(
     from graphopt.report.memory import plot_timeline, show_plan
 
     check_devices(devices, device_memory, tensor_parallel, margin)
-    make_folder_of(plot)
+    check_picture(plot)
     states = checked_optimizer(optimizer)
     with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=False)
@@ -164,7 +165,7 @@ def fit(
         int | None, typer.Option(min=1, help="Train adapters of this rank (PEFT) in the place of all weights.")
     ] = None,
     batch: Batch = 4,
-    length: Length = 512,
+    length: Length = None,
     backend: CompiledBackend = "inductor",
     optimizer: Optimizer = "adamw",
     quiet: Quiet = False,
@@ -193,7 +194,7 @@ def fit(
 def pareto(
     model: Model,
     batch: Batch = 4,
-    length: Length = 512,
+    length: Length = None,
     backend: CompiledBackend = "inductor",
     optimizer: Optimizer = "adamw",
     plot: Annotated[Path | None, typer.Option(help="Also draw the plans as a PNG.")] = None,
@@ -211,7 +212,7 @@ def pareto(
     from graphopt.planner.pareto import STEPS
     from graphopt.report.pareto import plot_points, show_points, show_worth
 
-    make_folder_of(plot)
+    check_picture(plot)
     states = checked_optimizer(optimizer)
     with Progress(console=Console(stderr=True), disable=quiet) as bar:
         loaded, inputs = load(model, batch, length, weights=False)
@@ -242,7 +243,7 @@ def optimize(
         "out"
     ),
     batch: Batch = 4,
-    length: Length = 512,
+    length: Length = None,
     backend: CompiledBackend = "inductor",
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Make weights up where there is a config and no weights.")
@@ -287,7 +288,7 @@ def report(
     device_memory: Annotated[str | None, typer.Option(help="Memory of the device, such as 24GiB.")] = None,
     front: Annotated[bool, typer.Option("--front", help="Find the best plans over FLOPs and memory, too (minutes).")] = False,
     batch: Batch = 4,
-    length: Length = 512,
+    length: Length = None,
     backend: CompiledBackend = "inductor",
     optimizer: Optimizer = "adamw",
     quiet: Quiet = False,

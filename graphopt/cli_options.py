@@ -15,7 +15,10 @@ from graphopt.report.progress import stages_told
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder or config file (never downloaded), or package.module:factory.")]
 Batch = Annotated[int, typer.Option(min=1, help="Samples in the example batch.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens per sample, for text models.")]
+Length = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens per sample, for text models: 512, or as many as it has positions.", show_default=False),
+]
 AnyBackend = Literal["inductor", "aot_eager", "eager"]
 Compiled = Literal["inductor", "aot_eager"]
 Backend = Annotated[AnyBackend, typer.Option(help="Whose memory; eager is the uncompiled model's.")]
@@ -53,6 +56,24 @@ def make_folder_of(file: Path | None) -> None:
             file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {file}: {error}") from error
+
+
+def check_picture(file: Path | None) -> None:
+    """Make the folder of a picture, before the work that it is to show.
+
+    Raises:
+        InputError: as `make_folder_of`; or the name ends with no format that matplotlib writes.
+    """
+    if file is None:
+        return
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise InputError(
+            f"cannot write {file}: the name of a picture ends with one of {', '.join('.' + k for k in sorted(known))}."
+        )
+    make_folder_of(file)
 
 
 def checked_optimizer(optimizer: str) -> str | None:

@@ -26,7 +26,7 @@ import graphopt.capture
 from graphopt import compat
 from graphopt.graph import TrainingGraph
 
-LIMIT = 48
+LIMIT = 200
 """Graphs that are kept, those used last."""
 
 _trace = graphopt.capture._trace

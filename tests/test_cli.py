@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import graphopt
 from graphopt import cli
@@ -15,6 +17,10 @@ from tests import zoo
 
 def mlp():  # type: ignore[no-untyped-def]
     return zoo.make("mlp", 4)
+
+
+def stack():  # type: ignore[no-untyped-def]
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
 
 
 def quits():  # type: ignore[no-untyped-def]
@@ -282,7 +288,11 @@ def test_a_broken_config_is_explained(monkeypatch, capsys, tmp_path) -> None:  #
 def test_what_cannot_be_written_is_said_before_the_work(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr("graphopt.integrations.models.load", lambda *_, **__: pytest.fail("it has begun"))
     (tmp_path / "file").write_text("")
-    for arguments in (("report", "-o", str(tmp_path)), ("optimize", "--out", str(tmp_path / "file" / "x"))):
+    for arguments in (
+        ("report", "-o", str(tmp_path)),
+        ("optimize", "--out", str(tmp_path / "file" / "x")),
+        ("pareto", "--plot", str(tmp_path / "front.txt")),
+    ):
         code, _, err = run(monkeypatch, capsys, arguments[0], "tests.test_cli:mlp", *arguments[1:], "--quiet")
         assert code == 2
         assert err.startswith(f"graphopt: cannot write {tmp_path}")
@@ -314,3 +324,31 @@ def test_optimize_verifies_on_request(monkeypatch, capsys, tmp_path) -> None:  #
         assert code == 0
         assert set(json.loads(out)["passes"]) <= set(passes)
         assert len(seen) == len(more)
+
+
+def test_more_tokens_than_a_model_has_positions_are_refused(monkeypatch, capsys, config) -> None:  # type: ignore[no-untyped-def]
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 16}))
+    arguments = ("analyze", str(config), "--json", "--quiet")
+    code, _, err = run(monkeypatch, capsys, *arguments, "--length", "17")
+    assert code == 2
+    assert "16 positions" in err
+    assert run(monkeypatch, capsys, *arguments)[1] == run(monkeypatch, capsys, *arguments, "--length", "16")[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"problem_type": "multi_label_classification"}, {"num_labels": 1}, {"problem_type": "regression", "num_labels": 2}, {}],
+)
+def test_labels_are_of_the_configs_kind(changes, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({
+        "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97, **changes,
+    }))  # fmt: skip
+    model, inputs = models.load(str(file), 2, 8, weights=True, random_weights=True)
+    model(**inputs).loss.backward()
+
+
+def test_a_factory_may_give_a_tensor(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("--budget", "0.9", "--backend", "aot_eager", "--out", str(tmp_path), "--quiet")
+    assert run(monkeypatch, capsys, "optimize", "tests.test_cli:stack", *arguments)[0] == 0

@@ -138,7 +138,7 @@ def test_autocast_is_compiled_and_told_apart() -> None:
             assert p.grad.dtype == q.grad.dtype
             torch.testing.assert_close(p.grad, q.grad, rtol=0.1, atol=5e-3 if enabled else 1e-5)
     assert opt.counters.captures == 1
-    assert opt.counters.compilations <= 3  # with and without autocast, and once more for what the first forward writes
+    assert opt.counters.compilations <= 2  # with and without autocast
 
 
 def test_other_memory_layouts_of_inputs_and_weights() -> None:

@@ -116,7 +116,8 @@ def _bloom(batch: int) -> Any:
 def _bert(batch: int) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY)
+    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
+                        problem_type="single_label_classification")  # fmt: skip  # else the first forward writes it
     ids = tokens(batch)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch,))}
     return BertForSequenceClassification(config), inputs

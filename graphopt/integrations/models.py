@@ -20,12 +20,12 @@ from graphopt import compat
 from graphopt.errors import GraphoptError, InputError
 
 
-def load(name: str, batch: int, length: int, weights: bool, random_weights: bool = False) -> tuple[nn.Module, Any]:
+def load(name: str, batch: int, length: int | None, weights: bool, random_weights: bool = False) -> tuple[nn.Module, Any]:
     """Resolve `name` to a model and one batch of inputs.
 
     Args:
         name: a Hugging Face folder, a config file, or `package.module:factory`; a factory returns a model and its inputs.
-        batch, length: samples, and tokens per sample for text models; a factory chooses its own.
+        batch, length: samples, and tokens per sample for text models, `LENGTH` by default; a factory chooses its own.
         weights: False builds the model without memory for its weights.
         random_weights: make them up where they are wanted and a Hugging Face folder or file has none.
     Raises:
@@ -62,7 +62,7 @@ def _from_factory(name: str, weights: bool) -> tuple[nn.Module, Any]:
 
 
 def _from_hugging_face(
-    path: Path, batch: int, length: int, weights: bool, random_weights: bool
+    path: Path, batch: int, length: int | None, weights: bool, random_weights: bool
 ) -> tuple[nn.Module, dict[str, Tensor]]:
     try:
         import transformers
@@ -149,29 +149,46 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
+LENGTH = 512
+"""Tokens per sample where none are asked for, or as many as the model has positions."""
+
 _LABEL_PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification")
 _LABEL_PER_TOKEN = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification")
 
 
-def _inputs(model_class: Any, config: Any, batch: int, length: int) -> dict[str, Tensor]:
+def _inputs(model_class: Any, config: Any, batch: int, length: int | None) -> dict[str, Tensor]:
     """Random inputs of the right shapes, with labels where the model takes them."""
     accepted = inspect.signature(model_class.forward).parameters
     text = getattr(config, "text_config", None) or config
     limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    length = min(length, limit) if isinstance(limit, int) and limit > 0 else length
+    limit = limit if isinstance(limit, int) and limit > 0 else None
+    if length is None:
+        length = min(LENGTH, limit or LENGTH)
+    elif limit is not None and length > limit:
+        raise InputError(f"length={length}: the config has {limit} positions. Ask for at most so many, or raise it there.")
     inputs: dict[str, Tensor] = {}
     if "input_ids" in accepted:
         inputs["input_ids"] = torch.randint(0, text.vocab_size, (batch, length))
         if "attention_mask" in accepted:
             inputs["attention_mask"] = torch.ones((batch, length), dtype=torch.long)
     elif "pixel_values" in accepted:
-        size = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        size = getattr(config, "image_size", None) or 224  # convolutions take any
+        size = size if isinstance(size, int) else size[0]
         inputs["pixel_values"] = torch.randn(batch, getattr(config, "num_channels", 3), size, size)
     else:
         raise InputError(f"{model_class.__name__} takes neither text nor images: write a factory that returns (model, inputs).")
     if "labels" in accepted:
         if model_class.__name__.endswith(_LABEL_PER_SAMPLE):
-            inputs["labels"] = torch.zeros(batch, dtype=torch.long)
+            inputs["labels"] = _label_per_sample(config, batch)
         elif model_class.__name__.endswith(_LABEL_PER_TOKEN):
             inputs["labels"] = torch.zeros((batch, length), dtype=torch.long)
     return inputs
+
+
+def _label_per_sample(config: Any, batch: int) -> Tensor:
+    """As the config's kind of problem has it; without one, transformers goes by the number of labels."""
+    if config.problem_type == "multi_label_classification":
+        return torch.zeros(batch, config.num_labels)
+    if config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1):
+        return torch.zeros(batch) if config.num_labels == 1 else torch.zeros(batch, config.num_labels)
+    return torch.zeros(batch, dtype=torch.long)

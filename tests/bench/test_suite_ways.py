@@ -36,7 +36,11 @@ def start(way: str) -> tuple[nn.Module, dict[str, torch.Tensor], float, float]:
     return prepared.model, batch, before, float(prepared.model(**batch).loss.detach())
 
 
-LONG = ("vcas", "flops=0.4", "flops=0.6", "flops=0.7", "memory=0.5", "reordered LoRA", "DoRA", "topmost", "checkpointing")
+LONG = (
+    "vcas", "flops=0.4", "flops=0.6", "flops=0.7", "memory=0.5", "reordered LoRA", "DoRA", "topmost", "checkpointing", "APOLLO",
+    "LISA",
+)  # fmt: skip
+"""Those that another one is alike: APOLLO projects as GaLore does, LISA takes turns as BAdam does."""
 
 
 @pytest.mark.parametrize("way", [*(way for way in WAYS if way not in LONG), *long(*LONG)])

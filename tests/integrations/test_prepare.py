@@ -293,3 +293,29 @@ def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
     plainly(*prepared(ours, 0.5))
     assert same(plain, ours)
+
+
+def test_arguments_without_a_name_reach_a_forward_that_takes_any_number() -> None:
+    """They were put under the names of the signature: `masks` was empty then, and another loss was trained."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor, *masks: Tensor, **options: Tensor) -> Tensor:
+            found = self.layer(x)[:, 0]
+            for mask in masks:
+                found = found * mask
+            return (found - options["labels"]).square().mean()
+
+    x, mask, labels = torch.randn(6, 8), torch.randint(0, 2, (6,)), torch.randn(6)
+    model, reference = Masked(), Masked()
+    reference.load_state_dict(model.state_dict())
+    training, _, _ = prepared(model, data=[(x, mask, labels)])
+    loss = training(x, mask, labels=labels)
+    loss.backward()
+    expected = reference(x, mask, labels=labels)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(model.layer.weight.grad, reference.layer.weight.grad)

@@ -63,7 +63,7 @@ SIZES = {
 
 def bert() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES)
+    config = transformers.BertConfig(**SIZES, problem_type="single_label_classification")
     return transformers.BertForSequenceClassification(config)
 
 

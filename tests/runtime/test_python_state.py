@@ -135,6 +135,7 @@ def test_what_comes_back_is_not_compiled_again() -> None:
 def test_what_forward_writes_and_looks_at_compiles_at_most_once_more() -> None:
     """transformers writes the kind of problem into the configuration in the first forward, which looks at it."""
     model, inputs = zoo.make("bert", 4)
+    model.config.problem_type = None
     opt = graphopt.optimize(model, inputs, backend="aot_eager")
     assert model.config.problem_type is None
     for _ in range(3):
