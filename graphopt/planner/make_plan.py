@@ -102,7 +102,9 @@ def _with_selection(
     if asked is None:
         return plan
     limit = FlopsLimit(plan, graph, flop_profile(graph))
+    from_asked = None
     if plan.budget.or_more and limit.sensible > asked:
+        from_asked = "", asked
         plan = replace(plan, budget=replace(plan.budget, flops=limit.sensible))
         limit = replace(limit, plan=plan)
     if (ranks or Ranks.alone()).same(limit.everything_fits, "selecting"):
@@ -121,4 +123,5 @@ def _with_selection(
         plan = _with_selection(raised, model, args, kwargs, graph, optimizer, loss, ranks)
         told = plan.selection and replace(plan.selection, raised=(name, asked))
         return replace(plan, budget=replace(plan.budget, or_more=True), selection=told)
+    selection = replace(selection, raised=from_asked)
     return replace(plan, train=frozenset(selection.names), selection=selection, importance=importance)

@@ -33,7 +33,8 @@ class Selection:
         gap: how far, relatively, the value may be from the optimum; inf if not proven.
         missed: the matrix in which the loss is by far the steepest, where the budget does not reach it, and the fraction that
             does.
-        raised: the same where the budget was raised to train that matrix well, and the fraction that it was raised from.
+        raised: the same where the budget was raised to train that matrix well, and the fraction that it was raised from; "" for
+            the matrix where it left less than a quarter of the backward.
     """
 
     names: tuple[str, ...]

@@ -27,7 +27,8 @@ class SelectionSummary:
         next_better: the fraction above the budget's that gains most per FLOP, with its value; None where none stands out.
         missed: the matrix in which the loss is by far the steepest and that the budget does not reach, as where inputs are unlike
             those of pre-training, and the fraction that reaches it; None where there is none.
-        raised: that matrix where the budget was raised to train it well, and the fraction that was asked for.
+        raised: that matrix where the budget was raised to train it well, and the fraction that was asked for; "" for the matrix
+            where that left less than a quarter of the backward.
     """
 
     rule: str
@@ -85,5 +86,6 @@ def selection_lines(summary: SelectionSummary) -> list[str]:
         lines.append(f"  out of reach   the loss is by far the steepest in {name}: try flops={flops:.2f} or more")
     if summary.raised is not None:
         name, flops = summary.raised
-        lines.append(f"  raised         from flops={flops:.2f}: does not reach {name}, in which the loss is by far the steepest")
+        why = f"does not reach {name}, in which the loss is by far the steepest" if name else "leaves little of the backward"
+        lines.append(f"  raised         from flops={flops:.2f}: {why}")
     return lines

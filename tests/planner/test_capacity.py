@@ -307,6 +307,11 @@ def test_a_budget_that_may_be_raised_is_at_least_a_quarter_of_the_backward(froze
     assert opt.report.budget["flops"] == pytest.approx(forward + (1 - forward) / 4, abs=0.01)
     assert 0.01 < opt.report.flops_ratio <= opt.report.budget["flops"]
     assert (opt.report.budget["flops"] > 0.5) == bool(frozen)
+    if frozen:  # then all of what is left fits
+        assert opt.report.selection is None
+    else:
+        assert opt.report.selection.raised == ("", 0.01)
+        assert "raised from flops=0.01" in " ".join(str(opt.report).split())
 
 
 def test_selecting_anew_counts_rows_as_selecting_does() -> None:
