@@ -86,8 +86,7 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
     result["optimizer_bytes"] = state_bytes(optimizer)
     if kind == "lsp":
         assert isinstance(step, graphopt.OptimizedModule)
-        assert step.subspaces is not None
-        result["projectors"] = {n: (w.error, w.fits) for n, w in step.subspaces.weights.items()}
+        result["projectors"] = {n: (w.error, w.fits) for n, w in step.states["lsp"].weights.items()}
     return result
 
 
