@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from graphopt.ops.by_tokens import softmax_gradient_
 
 aten = torch.ops.aten
