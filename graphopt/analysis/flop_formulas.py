@@ -94,7 +94,7 @@ def node_flops(node: fx.Node) -> Any:
     if node.op != "call_function" or packet is None:
         return 0
     if (named := _BY_NAME.get(str(packet))) is not None:
-        ADDED_FORMULAS[packet] = named
+        ADDED_FORMULAS[packet] = named  # for those who count with it
     if packet in ADDED_FORMULAS:
         args, kwargs = pytree.tree_map(lambda x: _shape(_value(x)), (node.args, dict(node.kwargs)))
         return ADDED_FORMULAS[packet](*args, **kwargs)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphopt.analysis.row_rules import VIEWS
 from graphopt.compat import expression, has_schema, is_in_place
 
 aten = torch.ops.aten
 
-VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 _SAME_VALUES = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default})
 _TRANSPOSES = frozenset({aten.t.default})
 _RANDOM = torch.Tag.nondeterministic_seeded

@@ -28,11 +28,12 @@ from graphopt.bench.cases import chosen
 from graphopt.bench.gloo import all_reduce_seconds
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
+from graphopt.bench.predicted_traffic import predicted_collectives, predicted_parts
 from graphopt.bench.tables import table
 from graphopt.budget import Budget
 from graphopt.compat.distributed import pretended_ranks
 from graphopt.distributed.distributing import distribute
-from graphopt.distributed.predicted import averaged, predicted_collectives, predicted_parts
+from graphopt.distributed.predicted import averaged
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, run_pass

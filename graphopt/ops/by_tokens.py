@@ -170,7 +170,8 @@ def softmax_gradient_(
     scale = gradients if weight is None else gradients * weight[safe]
     scale = scale.where(counts, 0)[:, None].to(log_probabilities.dtype)
     # p - 1, which is what remains of a label that is predicted well: half precision has no such p but 1
-    own = log_probabilities.gather(1, safe[:, None]).double().expm1() * scale.double()
+    exact = torch.promote_types(log_probabilities.dtype, torch.float32)
+    own = log_probabilities.gather(1, safe[:, None]).to(exact).expm1() * scale
     return log_probabilities.exp_().mul_(scale).scatter_(1, safe[:, None], own.to(log_probabilities.dtype))
 
 

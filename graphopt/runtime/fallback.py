@@ -59,8 +59,7 @@ class Fallback:
         """Have tensors that are not selected lose any gradient that reaches them."""
         if opt is None or not opt.selects:
             return
-        if not self._hooks:
-            weakref.finalize(opt, _remove, self._hooks)
+        first = not self._hooks
         parameters = dict(self.model.named_parameters())
         if any(not isinstance(p, nn.Parameter) for p in parameters.values()):
             self.note(REPLACED)
@@ -73,6 +72,8 @@ class Fallback:
             if parameter.is_leaf and parameter.requires_grad and (hooked is None or hooked[0]() is not parameter):
                 handle = parameter.register_post_accumulate_grad_hook(DropGradient(opt, name))
                 self._hooks[id(parameter)] = weakref.ref(parameter), handle
+        if first and self._hooks:
+            weakref.finalize(opt, _remove, self._hooks)
 
 
 class DropGradient:

@@ -133,9 +133,7 @@ def _without_selection(
         return Reselection(False, 0.0, time.perf_counter() - start), None
     try:
         graph = now.ranks.together(lambda: now.captured(args, kwargs), WHAT)
-        for rewrite in plan.passes:
-            plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.not_separable(plan, args, kwargs))
-        plan.rewrite(graph, now.captures.batch_size(args, kwargs))
+        plan = _carried_out(now, plan, graph, args, kwargs)
     except InputError:
         raise
     except Exception as error:  # training never dies of an optimisation
@@ -179,13 +177,19 @@ def _better(
             gain = _gain(importance.of(plan.train or known), current)
             if within and graph is now.graph and (gain <= tolerance or plan.key == now.plan.key):
                 return None, gain
-        for rewrite in plan.passes:
-            plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.not_separable(plan, args, kwargs))
-        plan.rewrite(graph, now.captures.batch_size(args, kwargs))
+        plan = _carried_out(now, plan, graph, args, kwargs)
     except (PassError, BudgetError) as error:
         logger.warning("keeping the last selection: the passes cannot carry out the new one: %s", error)
         return None, gain
     return plan, gain
+
+
+def _carried_out(now: InForce, plan: Plan, graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """The plan with what techniques decide for another graph or selection; its rewrite is tried."""
+    for rewrite in plan.passes:
+        plan = technique(rewrite).reselected(plan, graph, lambda plan: now.captures.not_separable(plan, args, kwargs))
+    plan.rewrite(graph, now.captures.batch_size(args, kwargs))
+    return plan
 
 
 def _gain(value: float, current: float) -> float:

@@ -8,12 +8,12 @@ import torch
 from torch import fx
 
 from graphopt.analysis.products import scalar_factor
+from graphopt.analysis.row_rules import VIEWS
 from graphopt.graph import TrainingGraph
 
 aten = torch.ops.aten
 
 _SAME_VALUES = frozenset({aten.clone.default, aten.alias.default, aten.detach.default, aten._to_copy.default})
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default})
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _terms(gradient: fx.Node) -> tuple[tuple[Term, ...], str]:
             stack += [(node.args[1], transposed, scale * alpha), (node.args[0], transposed, scale)]  # type: ignore[list-item]
         elif (factor := scalar_factor(node)) is not None:
             stack.append((sources[0], transposed, scale * factor))
-        elif node.target in _SAME_VALUES or (node.target in _VIEWS and _same_shape(node, sources[0])):
+        elif node.target in _SAME_VALUES or (node.target in VIEWS and _same_shape(node, sources[0])):
             stack.append((sources[0], transposed, scale))
         else:
             return (), str(node.target)

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
-from graphopt.distributed.predicted import predicted_collectives
+from graphopt.bench.predicted_traffic import predicted_collectives
 from graphopt.graph import Parameter
 from tests.distributed.work_ddp import error_of
 
