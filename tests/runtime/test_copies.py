@@ -15,6 +15,8 @@ from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.compat.dynamo import graphs_compiled
+from graphopt.runtime.disabled import DisabledModule
 
 
 class Layers(nn.Module):
@@ -75,14 +77,12 @@ def test_an_unpickled_model_knows_its_selection_and_goes_on_from_a_state(tmp_pat
     assert not pickled(opt).reselect((x,)).changed
 
 
-def test_a_copy_of_a_model_that_cannot_be_planned_is_compiled_as_well() -> None:
-    class Whole(Layers):
-        @torch.compiler.disable
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)
-
-    opt = graphopt.optimize(Whole(), (torch.randn(4, 8),), backend="aot_eager")
-    assert opt.report.notes == copy.deepcopy(opt).report.notes
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_a_model_that_runs_as_torch_compile_has_it_is_compiled_as_well(copied: Callable[[nn.Module], Any]) -> None:
+    other = copied(DisabledModule(Layers(), graphopt.Budget(), "nothing of it can be planned", "aot_eager", compiles=True))
+    before = graphs_compiled()
+    other(torch.randn(4, 8)).backward()
+    assert graphs_compiled() == before + 1
 
 
 def test_extra_state_is_saved_and_loaded_as_the_models_own() -> None:
