@@ -345,7 +345,7 @@ def test_labels_are_of_the_configs_kind(changes, tmp_path) -> None:  # type: ign
         "model_type": "bert", "architectures": ["BertForSequenceClassification"], "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97, **changes,
     }))  # fmt: skip
-    model, inputs = models.load(str(file), 2, 8, weights=True, random_weights=True)
+    model, inputs = models.load(str(file), 3, 8, weights=True, random_weights=True)
     model(**inputs).loss.backward()
 
 

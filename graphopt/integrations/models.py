@@ -186,9 +186,8 @@ def _inputs(model_class: Any, config: Any, batch: int, length: int | None) -> di
 
 
 def _label_per_sample(config: Any, batch: int) -> Tensor:
-    """As the config's kind of problem has it; without one, transformers goes by the number of labels."""
-    if config.problem_type == "multi_label_classification":
-        return torch.zeros(batch, config.num_labels)
-    if config.problem_type == "regression" or (config.problem_type is None and config.num_labels == 1):
-        return torch.zeros(batch) if config.num_labels == 1 else torch.zeros(batch, config.num_labels)
+    """A class, or a value for each label where the config's kind of problem has them."""
+    kind, number = config.problem_type, config.num_labels
+    if kind == "multi_label_classification" or (kind == "regression" and number > 1):
+        return torch.zeros(batch, number)
     return torch.zeros(batch, dtype=torch.long)
