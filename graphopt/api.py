@@ -35,7 +35,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import Pass, Preserves
-from graphopt.planner.costs import backward_costs
+from graphopt.planner.flops_limit import default_limit
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
@@ -306,6 +306,8 @@ def worth(
 ) -> tuple[Worth, ...]:
     """What each fraction of a full step's FLOPs buys: how much of the value the best selection within it trains.
 
+    What exact passes save is allowed for, as where `optimize` selects. Tensors are rated by place and size alone, without a step.
+
     Args:
         model, example_inputs, batch_dim: as for `analyze`.
         optimizer: tensors that it does not hold are worth nothing.
@@ -315,10 +317,10 @@ def worth(
     args, kwargs = as_call(example_inputs)
     with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
-    profile = flop_profile(graph)
-    costs = backward_costs(profile)
-    rated = rate_tensors((), model, args, kwargs, graph, profile, costs.names, optimizer)
-    return worth_of_flops(costs, [rated.values[name] for name in costs.names])
+    limit = default_limit(graph, flop_profile(graph))
+    names = limit.costs.names
+    rated = rate_tensors((), model, args, kwargs, graph, limit.profile, names, optimizer)
+    return worth_of_flops(limit.costs, [rated.values[name] for name in names], spare_flops=limit.likely_saved)
 
 
 def pareto(

@@ -24,8 +24,8 @@ from graphopt.bench.selection_tasks import Task, batches, evaluate, load
 from graphopt.graph import TrainingGraph
 from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts
-from graphopt.planner.flops_limit import FlopsLimit
-from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.planner.flops_limit import FlopsLimit, default_limit
+from graphopt.planner.plan import resolve_passes
 from graphopt.planner.simple_rules import Shapes, in_order, is_vector, shuffled, small_first, topmost
 
 RESULTS = "runs.jsonl"
@@ -145,8 +145,7 @@ def _loaded(task: str, folder: Path) -> tuple[Task, TrainingGraph, Shapes]:
 def _limited(task: str, folder: Path, flops: float) -> tuple[Task, FlopsLimit, Shapes]:
     """A task, what its gradients cost after exact rewrites within a budget, and its shapes."""
     found, graph, shapes = _loaded(task, folder)
-    budget = graphopt.Budget(flops=flops)
-    return found, FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, flop_profile(graph)), shapes
+    return found, default_limit(graph, flop_profile(graph), flops), shapes
 
 
 def train(run: Run, folder: Path) -> dict[str, Any]:

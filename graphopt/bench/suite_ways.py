@@ -21,8 +21,8 @@ from graphopt.bench.glosses import Batch
 from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
 from graphopt.compat.dynamo import compiled_by
 from graphopt.passes import GreenTrainer, Lsp, Vcas
-from graphopt.planner.flops_limit import FlopsLimit
-from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.planner.flops_limit import default_limit
+from graphopt.planner.plan import resolve_passes
 from graphopt.planner.simple_rules import SIMPLE_RULES
 
 FLOPS, VARIANCE, RANK, PERIOD = 0.5, 0.025, 8, 50
@@ -107,9 +107,8 @@ def by_rule(rule: str) -> Way:
     """Tensors that a simple rule selects within the same FLOPs, counted after exact rewrites."""
 
     def prepare(start: Start) -> Prepared:
-        budget = graphopt.Budget(flops=FLOPS)
         graph = graphopt.analyze(start.model, start.example).graph
-        limit = FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, flop_profile(graph))
+        limit = default_limit(graph, flop_profile(graph), FLOPS)
         shapes = {p.name: p.shape for p in graph.parameters}
         chosen = SIMPLE_RULES[rule](limit.costs, shapes, limit.most - limit.profile.forward)
         train = tuple(limit.costs.names[k] for k in chosen)

@@ -19,12 +19,14 @@ class BackwardCosts:
         forward_flops: T_fp.
         classes: (indices into `names`, FLOPs): backward nodes that run if and only if one of these gradients is wanted.
         weight_grad_flops: t_dw per name, the part of the classes that only this gradient needs.
+        saved_flops: of full training's step, what earlier passes leave out of it whatever is trained; below 0 if they add.
     """
 
     names: tuple[str, ...]
     forward_flops: int
     classes: tuple[tuple[frozenset[int], int], ...]
     weight_grad_flops: tuple[int, ...]
+    saved_flops: int = 0
 
     @cached_property
     def masks(self) -> tuple[tuple[int, int], ...]:
@@ -43,8 +45,8 @@ class BackwardCosts:
 
     @property
     def step_flops(self) -> int:
-        """T_full: forward and full backward."""
-        return self.forward_flops + self.backward_flops
+        """T_full: forward and full backward, of which budgets are parts; as earlier passes find it."""
+        return self.forward_flops + self.backward_flops + self.saved_flops
 
     def part(self, flops: float) -> float:
         """`flops` as a part of full training's; 0 where that takes none, as of embeddings and norms alone."""
@@ -73,17 +75,25 @@ class BackwardCosts:
         return tuple(prefix)
 
 
-def smallest_ratio(costs: BackwardCosts) -> float:
-    """The smallest budget that trains anything: forward plus the cheapest gradient, rounded up to 4 digits."""
-    cheapest = min(costs.cost([i]) for i in range(len(costs.names)))
+def smallest_ratio(costs: BackwardCosts, spare_flops: int = 0) -> float:
+    """The smallest budget that trains anything: forward plus the cheapest gradient, rounded up to 4 digits.
+
+    Args:
+        spare_flops: that later passes save.
+    """
+    cheapest = min(costs.cost([i]) for i in range(len(costs.names))) - spare_flops
     units = math.ceil(costs.part(costs.forward_flops + cheapest) * 10_000)
     if costs.affordable(units / 10_000) < cheapest:  # the decimal number lies a hair below the fraction
         units += 1
     return min(1.0, units / 10_000)
 
 
-def backward_costs(profile: FlopProfile) -> BackwardCosts:
-    """The selection problem of a FLOP profile."""
+def backward_costs(profile: FlopProfile, full_step: int | None = None) -> BackwardCosts:
+    """The selection problem of a FLOP profile.
+
+    Args:
+        full_step: FLOPs of the step of which budgets are parts, where earlier passes have rewritten it.
+    """
     rows = {row.name: row for row in profile.tensors}
     return BackwardCosts(
         names=profile.order,
@@ -92,4 +102,5 @@ def backward_costs(profile: FlopProfile) -> BackwardCosts:
             (frozenset(i for i in range(len(profile.order)) if mask >> i & 1), flops) for mask, flops in profile.classes
         ),
         weight_grad_flops=tuple(rows[name].weight_grad_flops for name in profile.order),
+        saved_flops=0 if full_step is None else full_step - profile.step,
     )

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes.technique import technique
 from graphopt.planner.costs import BackwardCosts, backward_costs, smallest_ratio
 from graphopt.planner.importance import Importance
-from graphopt.planner.plan import Plan
+from graphopt.planner.plan import Plan, resolve_passes
 from graphopt.planner.selection import Selection, infeasible, select
 
 ROUNDS = 6
@@ -53,23 +54,17 @@ class FlopsLimit:
     @cached_property
     def costs(self) -> BackwardCosts:
         """The selection problem."""
-        return backward_costs(self.profile)
+        return backward_costs(self.profile, self.captured.step)
 
     @property
     def most(self) -> int:
         """FLOPs that a step may take."""
         assert self.plan.budget.flops is not None
-        return self.captured.forward + backward_costs(self.captured).affordable(self.plan.budget.flops)
+        return self.costs.forward_flops + self.costs.affordable(self.plan.budget.flops)
 
     def part(self, flops: float) -> float:
         """FLOPs as a part of full training's on the captured graph."""
-        return backward_costs(self.captured).part(flops)
-
-    @property
-    def gained(self) -> int:
-        """By how much more the selection's program may spend than the same part of its own step."""
-        assert self.plan.budget.flops is not None
-        return self.most - self.profile.forward - self.costs.affordable(self.plan.budget.flops)
+        return self.costs.part(flops)
 
     def step_flops(self, names: frozenset[str]) -> int:
         """FLOPs of the dearest step of the rewritten graph that trains some tensors."""
@@ -126,7 +121,7 @@ class FlopsLimit:
         spare, found = self.likely_saved, None
         for _ in range(ROUNDS):
             try:
-                selection = select(self.costs, values, self.plan.budget.flops, spare_flops=spare + self.gained)
+                selection = select(self.costs, values, self.plan.budget.flops, spare_flops=spare)
             except BudgetError:
                 break
             if not selection.names:
@@ -143,7 +138,7 @@ class FlopsLimit:
     def _with_more(self, selection: Selection, values: Sequence[float]) -> Selection:
         """With what still fits, the most important first: what is saved differs from set to set."""
         names, tried = frozenset(selection.names), 0
-        if not (self.likely_saved or self.gained) or not selection.names:
+        if not self.likely_saved or not selection.names:
             return selection
         for k in sorted(range(len(values)), key=lambda k: -values[k]):  # of equal ones, the nearest to the output
             value, name = values[k], self.profile.order[k]
@@ -180,12 +175,11 @@ class FlopsLimit:
     @cached_property
     def smallest(self) -> float:
         """The smallest budget that trains anything, rounded up to 4 digits."""
-        if not self.likely_saved and not self.gained:
+        if not self.likely_saved:
             return smallest_ratio(self.costs)
         fewest = self.step_flops(frozenset([self._cheapest]))
         units = math.ceil(self.part(fewest) * 10_000)
-        full = backward_costs(self.captured)
-        if self.captured.forward + full.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
+        if self.costs.forward_flops + self.costs.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
             units += 1
         return units / 10_000
 
@@ -198,12 +192,18 @@ class FlopsLimit:
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
         less = " outputs='loss' leaves out what only other outputs of the model need." if self.graph.refused else ""
-        if not self.likely_saved and not self.gained:
+        if not self.likely_saved:
             return BudgetError(f"{infeasible(self.costs, self.plan.budget.flops)}{less}")
         return BudgetError(
             f"flops={self.plan.budget.flops:.4g} leaves too little for any gradient, with all that is exact done and "
             f"gradients compressed as planned. Smallest feasible: {self.smallest}.{less}"
         )
+
+
+def default_limit(graph: TrainingGraph, captured: FlopProfile, flops: float = 0.5) -> FlopsLimit:
+    """The limit of a budget on FLOPs alone, with the passes that `optimize` takes by itself."""
+    budget = Budget(flops=flops)
+    return FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, captured)
 
 
 def flops_saved(plan: Plan, graph: TrainingGraph, profile: FlopProfile) -> int:

@@ -36,20 +36,23 @@ class Worth:
     trained: int
 
 
-def worth_of_flops(costs: BackwardCosts, values: Sequence[float], ratios: Sequence[float] = ()) -> tuple[Worth, ...]:
+def worth_of_flops(
+    costs: BackwardCosts, values: Sequence[float], ratios: Sequence[float] = (), spare_flops: int = 0
+) -> tuple[Worth, ...]:
     """The best selections from the smallest budget to full training; by the quick solver, which is exact on chains.
 
     Args:
         values: of the tensors, as in `costs.names`.
         ratios: further fractions to look at.
+        spare_flops: by which a step may exceed its fraction, as later passes save them.
     """
     total = math.fsum(max(value, 0.0) for value in values) or 1.0
-    least = smallest_ratio(costs)
+    least = smallest_ratio(costs, spare_flops)
     tried = {least, 1.0, *(r for r in ratios if r > least), *(k * STEP for k in range(1, round(1 / STEP)) if k * STEP > least)}
     found = []
     for ratio in sorted({round(r, 6) for r in tried}):
         try:
-            selection = select(costs, values, ratio, solver="knapsack")
+            selection = select(costs, values, ratio, spare_flops=spare_flops, solver="knapsack")
         except BudgetError:  # a rounding below the smallest
             continue
         found.append(Worth(ratio, selection.value / total, len(selection.names)))

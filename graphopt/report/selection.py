@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import fx
+
 from graphopt.analysis.flops import FlopProfile
-from graphopt.planner.costs import BackwardCosts, backward_costs
+from graphopt.graph import TrainingGraph
+from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.guidance import Worth, cliffs, next_better, worth_of_flops
 from graphopt.planner.plan import Plan
 from graphopt.planner.simple_rules import SIMPLE_RULES
@@ -40,34 +45,49 @@ class SelectionSummary:
     raised: tuple[str, float] | None = None
 
 
-def summarise_selection(plan: Plan, flops: FlopProfile) -> SelectionSummary | None:
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[str, ...], BackwardCosts]] = weakref.WeakKeyDictionary()
+
+
+def selection_problem(plan: Plan, graph: TrainingGraph, captured: FlopProfile) -> BackwardCosts:
+    """The problem that a plan's selection solves; kept, as a report may be asked for in every step."""
+    found = _known.setdefault(graph.module, {})
+    passes = tuple(p.name for p in plan.passes)
+    if passes not in found:
+        found[passes] = FlopsLimit(plan, graph, captured).costs
+    return found[passes]
+
+
+def summarise_selection(plan: Plan, graph: TrainingGraph, captured: FlopProfile) -> SelectionSummary | None:
     """What there is to say about a plan's selection; None where nothing was selected.
 
     Args:
-        flops: of the captured graph, in which the selection was made.
+        graph: that the plan was made on.
+        captured: FLOPs of full training.
     """
     if plan.selection is None or plan.importance is None or plan.budget.flops is None:
         return None
-    values = tuple(max(0.0, plan.importance.values.get(name, 0.0)) for name in flops.order)
-    shapes = {row.name: row.shape for row in flops.tensors}
-    alternatives, curve = _compared(backward_costs(flops), values, tuple(shapes[n] for n in flops.order), plan.budget.flops)
-    value = math.fsum(v for name, v in zip(flops.order, values, strict=True) if name in set(plan.selection.names))
-    total = math.fsum(values) or 1.0
-    better, chosen = next_better(curve, plan.budget.flops), plan.selection
+    costs, trained = selection_problem(plan, graph, captured), frozenset(plan.selection.names)
+    values = tuple(max(0.0, plan.importance.values.get(name, 0.0)) for name in costs.names)
+    shapes = {row.name: row.shape for row in captured.tensors}
+    chosen = [k for k, name in enumerate(costs.names) if name in trained]
+    spare = max(0, costs.cost(chosen) - costs.affordable(plan.budget.flops))  # that passes after the selection save
+    alternatives, curve = _compared(costs, values, tuple(shapes[n] for n in costs.names), plan.budget.flops, spare)
+    value, total = math.fsum(values[k] for k in chosen), math.fsum(values) or 1.0
+    better, selection = next_better(curve, plan.budget.flops), plan.selection
     rule, others = plan.importance.source, dict(alternatives)
-    return SelectionSummary(rule, value / total, others, cliffs(curve), better, chosen.missed, chosen.raised)
+    return SelectionSummary(rule, value / total, others, cliffs(curve), better, selection.missed, selection.raised)
 
 
 @functools.lru_cache(maxsize=8)  # a report may be asked for in every step
 def _compared(
-    costs: BackwardCosts, values: tuple[float, ...], shapes: tuple[tuple[int, ...], ...], ratio: float
+    costs: BackwardCosts, values: tuple[float, ...], shapes: tuple[tuple[int, ...], ...], ratio: float, spare_flops: int
 ) -> tuple[tuple[tuple[str, float], ...], tuple[Worth, ...]]:
     by_name: Mapping[str, tuple[int, ...]] = dict(zip(costs.names, shapes, strict=True))
-    total, limit = math.fsum(values) or 1.0, costs.affordable(ratio)
+    total, limit = math.fsum(values) or 1.0, costs.affordable(ratio) + spare_flops
     found = []
     for name, rule in SIMPLE_RULES.items():
         found.append((name, math.fsum(values[k] for k in rule(costs, by_name, limit)) / total))
-    return tuple(found), worth_of_flops(costs, values, (ratio,))
+    return tuple(found), worth_of_flops(costs, values, (ratio,), spare_flops)
 
 
 def selection_lines(summary: SelectionSummary) -> list[str]:

@@ -228,7 +228,7 @@ def make_report(
         notes=[*graph.notes, *(note for section in sections.values() for note in section.notes), *fallbacks],
         sections={name: dict(section.facts) for name, section in sections.items() if section.facts},
         left_alone={name: why for section in sections.values() for name, why in section.left_alone.items()},
-        selection=summarise_selection(plan, captured),
+        selection=summarise_selection(plan, graph, captured),
         tensors=tensor_rows(plan, graph, captured, flops, ratio),
         communication=_communication(graphs, states),
         lines=[line for section in sections.values() for line in section.lines],

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import fx
-
 from graphopt.analysis.flops import FlopProfile
 from graphopt.graph import TrainingGraph
-from graphopt.planner.costs import BackwardCosts, backward_costs
-from graphopt.planner.flops_limit import FlopsLimit
+from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.plan import Plan
+from graphopt.report.selection import selection_problem
 from graphopt.report.units import in_percent
 
 Status = Literal["trained", "frozen", "unused", "not given", "worth nothing", "out of reach", "does not fit", "left out"]
@@ -57,10 +54,9 @@ def tensor_rows(plan: Plan, graph: TrainingGraph, captured: FlopProfile, flops: 
         flops: the same at the batch size of the report.
         ratio: FLOPs of the step over full training's.
     """
-    selecting = _once(plan, graph, captured)
+    selecting = selection_problem(plan, graph, captured)
     trained = frozenset(selecting.names) if plan.train is None else plan.train & frozenset(selecting.names)
     extra, alone = _marginal(selecting, trained)
-    full = backward_costs(captured)
     values = {} if plan.importance is None else plan.importance.values
     total = math.fsum(max(0.0, value) for value in values.values()) or 1.0
     wanted = {p.name: p.trainable for p in graph.parameters}
@@ -69,7 +65,9 @@ def tensor_rows(plan: Plan, graph: TrainingGraph, captured: FlopProfile, flops: 
     for row in flops.tensors:
         importance = values.get(row.name)
         value = None if importance is None else max(0.0, importance) / total
-        fact = _Fact(full.part(extra.get(row.name, 0)), full.part(selecting.forward_flops + alone.get(row.name, 0)), value)
+        fact = _Fact(
+            selecting.part(extra.get(row.name, 0)), selecting.part(selecting.forward_flops + alone.get(row.name, 0)), value
+        )
         if row.name in trained:
             status, why = _why_trained(plan, fact)
         elif row.name not in alone:
@@ -92,18 +90,6 @@ class _Fact:
     extra: float
     alone: float
     value: float | None
-
-
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[str, ...], BackwardCosts]] = weakref.WeakKeyDictionary()
-
-
-def _once(plan: Plan, graph: TrainingGraph, captured: FlopProfile) -> BackwardCosts:
-    """The selection problem of a plan; a report may be asked for in every step."""
-    found = _known.setdefault(graph.module, {})
-    passes = tuple(p.name for p in plan.passes)
-    if passes not in found:
-        found[passes] = FlopsLimit(plan, graph, captured).costs
-    return found[passes]
 
 
 def _marginal(costs: BackwardCosts, trained: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:

@@ -72,7 +72,7 @@ def _figures(report: Report) -> list[str]:
     limits = {"flops": in_percent, "memory": in_bytes, "variance": in_percent}
     stated = ", ".join(f"{name} at most {limits[name](limit)}" for name, limit in report.budget.items())
     before, after = in_flops(report.full_step_flops), in_flops(report.step_flops)
-    backward, left = in_flops(report.backward_flops), in_flops(report.step_flops - report.forward_flops)
+    forward, backward = in_flops(report.forward_flops), in_flops(report.backward_flops)
     lines = [f"budget           {stated or 'none'}", f"passes           {', '.join(report.passes) or 'none'}"]
     if report.tensors:
         rows = counted(report.tensors).items()
@@ -85,8 +85,7 @@ def _figures(report: Report) -> list[str]:
     return [
         *lines,
         f"FLOPs per step   {changed} at batch {report.batch_size}",
-        f"  forward        {in_flops(report.forward_flops)}",
-        f"  backward       {backward} -> {left}",
+        f"  in full        forward {forward}, backward {backward}",
     ]
 
 

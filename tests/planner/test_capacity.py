@@ -18,8 +18,7 @@ from torch import Tensor, nn
 import graphopt
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.planner.capacity import Weighting, capacity
-from graphopt.planner.flops_limit import FlopsLimit
-from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.planner.flops_limit import FlopsLimit, default_limit
 from graphopt.planner.simple_rules import is_vector
 from tests import zoo
 
@@ -207,9 +206,8 @@ def test_without_the_gradient_of_a_matrix_place_and_size_alone_count(norms: dict
 
 
 def limited(model: nn.Module, inputs: Any) -> FlopsLimit:
-    budget = graphopt.Budget(flops=0.6)
     graph = graphopt.analyze(model, inputs).graph
-    return FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, flop_profile(graph))
+    return default_limit(graph, flop_profile(graph), 0.6)
 
 
 def worthless(limit: FlopsLimit, profile: FlopProfile, norms: dict[str, float]) -> set[str]:

@@ -11,9 +11,10 @@ import torch
 from graphopt.passes import GreenTrainer
 
 import graphopt
-from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.api import worth
 from graphopt.planner.costs import backward_costs
+from graphopt.planner.flops_limit import default_limit
 from graphopt.planner.guidance import Worth
 from graphopt.planner.simple_rules import SIMPLE_RULES
 from graphopt.report.selection import SelectionSummary, selection_lines
@@ -72,7 +73,26 @@ def test_values_are_parts_of_everythings() -> None:
 def test_everything_includes_what_the_budget_cannot_reach(name: str, flops: float) -> None:
     model, inputs = zoo.make(name)
     there = next(w for w in worth(model, inputs) if math.isclose(w.flops, flops))
-    assert summary_of(name, flops, BY_CAPACITY).value == pytest.approx(there.value, rel=0.02)
+    assert summary_of(name, flops, "dead_rows", BY_CAPACITY).value == pytest.approx(there.value, rel=0.02)
+
+
+def test_simple_rules_may_spend_what_exact_passes_save_as_the_selection_does() -> None:
+    """BERT's pooler reads one row of each sequence: full training takes less than the graph as captured."""
+    model, inputs = zoo.make("bert")
+    opt = graphopt.optimize(model, inputs, 0.6, backend="aot_eager")
+    assert "dead_rows" in opt.report.passes
+    assert opt.report.selection is not None
+    assert opt.plan.importance is not None
+    values = opt.plan.importance.values
+    graph = graphopt.analyze(model, inputs).graph
+    limit = default_limit(graph, flop_profile(graph), 0.6)
+    shapes = {p.name: tuple(p.shape) for p in graph.parameters}
+    for name, rule in SIMPLE_RULES.items():
+        chosen = [limit.costs.names[k] for k in rule(limit.costs, shapes, limit.most - limit.profile.forward)]
+        value = sum(values[n] for n in chosen) / sum(values.values())
+        assert opt.report.selection.alternatives[name] == pytest.approx(value), name
+        trained = graphopt.optimize(model, inputs, passes=["dead_rows", GreenTrainer(train=chosen)], backend="aot_eager")
+        assert 0.58 < trained.report.flops_ratio <= 0.6, name
 
 
 def test_the_rule_is_named() -> None:

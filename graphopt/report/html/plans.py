@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from graphopt.analysis.flops import FlopProfile
-from graphopt.budget import Budget
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
-from graphopt.planner.flops_limit import FlopsLimit
-from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.planner.flops_limit import default_limit
+from graphopt.planner.plan import Plan
 from graphopt.planner.selection import select
 
 STEP = 0.02
@@ -35,22 +33,18 @@ def solved_plans(
         values: by which tensors are selected.
         ratio: FLOPs of the step of the plan in force over full training's.
     """
-    bare = Plan(Budget(flops=1.0), resolve_passes("auto", Budget(flops=0.5)))
-    limit = FlopsLimit(bare, graph, flops)
-    costs = limit.costs
+    costs = default_limit(graph, flops).costs
     ordered = [max(0.0, values.get(name, 0.0)) for name in costs.names]
     total = math.fsum(ordered) or 1.0
     found = []
-    for k in range(math.ceil(limit.part(costs.forward_flops) / STEP), round(1 / STEP) + 1):
+    for k in range(math.ceil(costs.part(costs.forward_flops) / STEP), round(1 / STEP) + 1):
         budget = round(k * STEP, 4)
-        most = replace(limit, plan=replace(bare, budget=Budget(flops=budget))).most
-        spare = most - costs.forward_flops - costs.affordable(budget)
         try:
-            chosen = select(costs, ordered, budget, spare_flops=spare, solver="knapsack", resolution=RESOLUTION)
+            chosen = select(costs, ordered, budget, solver="knapsack", resolution=RESOLUTION)
         except BudgetError:  # it leaves too little for any gradient
             continue
-        names = chosen.names if most < costs.step_flops else costs.names
-        used = limit.part(costs.forward_flops + costs.cost([costs.names.index(name) for name in names]))
+        names = chosen.names if costs.affordable(budget) < costs.backward_flops else costs.names
+        used = costs.part(costs.forward_flops + costs.cost([costs.names.index(name) for name in names]))
         found.append(_solved(budget, used, names, values, total, False))
     asked = plan.budget.flops
     if asked is not None and plan.train is not None:
