@@ -23,48 +23,19 @@ from graphopt.graph import TrainingGraph, remove_dead_nodes
 
 aten = torch.ops.aten
 
-LINEAR = frozenset(
-    {
-        aten._to_copy,
-        aten._unsafe_view,
-        aten.alias,
-        aten.as_strided,
-        aten.bmm,
-        aten.clone,
-        aten.detach,
-        aten.expand,
-        aten.mm,
-        aten.mul,
-        aten.neg,
-        aten.permute,
-        aten.reshape,
-        aten.select,
-        aten.select_backward,
-        aten.slice,
-        aten.slice_backward,
-        aten.squeeze,
-        aten.sum,
-        aten.t,
-        aten.transpose,
-        aten.unsqueeze,
-        aten.view,
-        operator.getitem,
-        torch.ops.prims.convert_element_type,
-    }
-)
-"""Operators that are linear in each tensor argument: one absent argument makes the result absent."""
-
 SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
-def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.GraphModule:
+def without_tangents(backward: fx.GraphModule, absent: Collection[str], tangents: Collection[str]) -> fx.GraphModule:
     """A copy of a backward graph for when some tangents do not exist.
 
-    A backward is linear in its tangents, so whatever depends on absent ones alone is absent: sums lose the term, operators known
-    to be linear pass the absence on, and any other operator is given zeros. Absent gradients are returned as None.
+    A backward is linear in its tangents, and autograd calls no function whose output has no gradient. So what reads absent
+    tangents alone is absent; a sum loses the absent term; any other operator that reads gradients that are there is given zeros
+    for the others, as by autograd. Absent gradients are returned as None.
 
     Args:
         absent: names of tangent placeholders; the copy does not take them. Saved tensors all stay, read or not.
+        tangents: names of all.
     """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -72,23 +43,28 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str]) -> fx.Gr
     result = graph.output(output)
     result.meta = dict(backward.graph.output_node().meta)
     module = graph_module(backward, graph)
-    gone = {mapping[node] for node in backward.graph.nodes if node.op == "placeholder" and node.name in absent}
-    placeholders = list(gone)
+    carrying = {mapping[node] for node in backward.graph.nodes if node.op == "placeholder" and node.name in tangents}
+    gone = {node for node in carrying if node.name in absent}
     for node in list(graph.nodes):
-        missing = [n for n in node.all_input_nodes if n in gone]
-        if node.op != "call_function" or not missing:
+        reads = [n for n in node.all_input_nodes if n in carrying]
+        missing = [n for n in reads if n in gone]
+        if node.op == "output" or not reads:
             continue
-        if node.target in SUMS:
-            _drop_term(node, gone)
-        elif _absent(node, gone):
+        is_size = isinstance(node.meta.get("val"), (int, torch.SymInt))
+        if not is_size:
+            carrying.add(node)
+        if len(missing) == len(reads) and not is_size:
             gone.add(node)
+        elif missing and node.target in SUMS:
+            _drop_term(node, gone)
         else:
             for term in missing:
-                node.replace_input_with(term, _zeros(graph, term, before=node))
+                node.replace_input_with(term, _zeros(graph, term, node, gone))
     result.args = (tuple(None if node in gone else node for node in output_list(module)),)
     remove_dead_nodes(module)
-    for node in placeholders:
-        graph.erase_node(node)
+    for node in reversed(graph.nodes):  # its inputs, and what writes to somewhere else
+        if node in gone:
+            graph.erase_node(node)
     module.recompile()
     return module
 
@@ -129,13 +105,14 @@ def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:
     They become `TrainingGraph.refused`: a backward that brings one of them is an error.
     """
     expected = expected_results(graph)
-    absent = {name for name, i in tangent_results(graph).items() if i not in expected}
+    tangents = tangent_results(graph)
+    absent = {name for name, i in tangents.items() if i not in expected}
     if not absent:
         return graph
     kept = [(d, node.name not in absent) for d, node in zip(graph.inputs, graph.placeholders, strict=True)]
     return replace(
         graph,
-        module=without_tangents(graph.module, absent),
+        module=without_tangents(graph.module, absent, tangents),
         inputs=tuple(desc for desc, keep in kept if keep),
         refused=(*graph.refused, *(desc.target for desc, keep in kept if not keep)),
         notes=list(graph.notes),
@@ -204,49 +181,25 @@ NO_LOSS = (
 )
 
 
-def _absent(node: fx.Node, gone: set[fx.Node]) -> bool:
-    """Whether an operator with absent arguments has an absent result."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    if packet in LINEAR:
-        return True
-    if str(packet) == "prims.fma":  # a * b + c; registered only once Inductor is loaded
-        return node.args[2] in gone and (node.args[0] in gone or node.args[1] in gone)
-    if packet is aten.where:
-        return all(branch in gone or _is_zero(branch) for branch in node.args[1:])
-    if packet is aten.div or getattr(packet, "__name__", "").endswith(("_backward", "_backward_data")):
-        return node.args[0] in gone and not any(argument in gone for argument in node.args[1:])
-    return False
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, fx.Node):
-        return value.target in (aten.full.default, aten.scalar_tensor.default) and _is_zero(value.args[-1])
-    return isinstance(value, (int, float)) and value == 0
-
-
 def _drop_term(node: fx.Node, gone: set[fx.Node]) -> None:
     """Replace a sum by the term that is there; where that would change shape, dtype, sign or scale, give it zeros instead."""
     left, right = node.args[:2]
-    absent = [isinstance(term, fx.Node) and term in gone for term in (left, right)]
-    if all(absent):
-        gone.add(node)
-        return
-    kept, term = (right, left) if absent[0] else (left, right)
+    kept, term = (right, left) if left in gone else (left, right)
     assert isinstance(term, fx.Node)
-    unscaled = absent[1] or (node.target is aten.add.Tensor and not node.kwargs)
+    unscaled = term is right or (node.target is aten.add.Tensor and not node.kwargs)
     if isinstance(kept, fx.Node) and _same(kept.meta["val"], node.meta["val"]) and unscaled:
         node.replace_all_uses_with(kept)
     else:
-        node.replace_input_with(term, _zeros(node.graph, term, before=node))
+        node.replace_input_with(term, _zeros(node.graph, term, node, gone))
 
 
 def _same(a: Any, b: Any) -> bool:
     return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
 
 
-def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
+def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node, gone: set[fx.Node]) -> fx.Node:
     value: Tensor = like.meta["val"]
-    shape = [_size(graph, size, before) for size in value.shape]
+    shape = [_size(graph, size, before, gone) for size in value.shape]
     with graph.inserting_before(before):
         node = graph.call_function(
             aten.full.default, (shape, 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
@@ -255,14 +208,14 @@ def _zeros(graph: fx.Graph, like: fx.Node, before: fx.Node) -> fx.Node:
     return node
 
 
-def _size(graph: fx.Graph, size: Any, before: fx.Node) -> Any:
-    """A size as an argument of a node: itself, or a node that computes it from an input's."""
+def _size(graph: fx.Graph, size: Any, before: fx.Node, gone: set[fx.Node]) -> Any:
+    """A size as an argument of a node: itself, or a node that computes it from that of an input which is there."""
     if not isinstance(size, torch.SymInt):
         return size
     wanted = expression(size)
     for source in graph.nodes:
-        value = source.meta.get("val")
-        for dim, symbol in enumerate(value.shape if source.op == "placeholder" and isinstance(value, Tensor) else ()):
+        value, given = source.meta.get("val"), source.op == "placeholder" and source not in gone
+        for dim, symbol in enumerate(value.shape if given and isinstance(value, Tensor) else ()):
             factor = sympy.cancel(wanted / expression(symbol)) if isinstance(symbol, torch.SymInt) else None
             if factor is not None and factor.is_Integer:
                 with graph.inserting_before(before):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphopt
 from graphopt.capture import capture_to_run
@@ -71,7 +74,7 @@ def test_an_absent_gradient_leaves_no_zeros_and_no_addition() -> None:
     backward = lower(specialise(graph, 5), "aot_eager").halves.backward
     tangents = tangents_of(backward)
     assert len(tangents) == 3
-    loss_only = without_tangents(backward, tangents[1:])
+    loss_only = without_tangents(backward, tangents[1:], tangents)
     targets = operators(loss_only)
     assert not any("add" in t or "full" in t or "softmax" in t for t in targets), targets
     assert sum(node is None for node in output_list(loss_only)) - sum(n is None for n in output_list(backward)) == 2
@@ -88,17 +91,27 @@ def test_a_step_is_compiled_for_the_gradient_of_the_loss_alone() -> None:
     assert not any("add" in t or "full" in t or "softmax" in t for t in operators(backward)), operators(backward)
 
 
-def test_an_operator_that_is_not_known_to_be_linear_gets_zeros() -> None:
-    def backward(tangents_1: Tensor, tangents_2: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.aten.add.Tensor(tangents_1, torch.ops.aten.cumsum.default(tangents_2, 0)), tangents_2
+def joint(function: Callable[..., Any], *tangents: Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*tangents)
 
-    module = torch.fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(torch.ones(3), torch.ones(3))
-    first, second = [n.name for n in module.graph.nodes if n.op == "placeholder"]
-    result = without_tangents(module, [second])
+
+def test_what_no_gradient_comes_to_is_absent_whatever_the_operator() -> None:
+    def backward(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        return first + torch.cumsum(second, 0), torch.flip(torch.cumsum(second, 0), [0])
+
+    result = without_tangents(joint(backward, torch.ones(3), torch.ones(3)), ["second_1"], ["first_1", "second_1"])
     total, gone = result(torch.ones(3))
     assert torch.equal(total, torch.ones(3))
     assert gone is None
-    assert first in {n.name for n in result.graph.nodes}
+    assert not operators(result)
+
+
+def test_an_operator_that_reads_a_gradient_that_is_there_gets_zeros_for_the_other() -> None:
+    def backward(first: Tensor, second: Tensor) -> tuple[Tensor]:
+        return (torch.cat([first, torch.flip(second, [0])]),)
+
+    result = without_tangents(joint(backward, torch.ones(3), torch.ones(2)), ["second_1"], ["first_1", "second_1"])
+    assert torch.equal(result(torch.ones(3))[0], torch.tensor([1.0, 1, 1, 0, 0]))
 
 
 def test_a_term_of_another_dtype_or_shape_is_not_lost_with_the_absent_one() -> None:
@@ -106,8 +119,41 @@ def test_a_term_of_another_dtype_or_shape_is_not_lost_with_the_absent_one() -> N
         return torch.ops.aten.add.Tensor(tangents_1, tangents_2), torch.ops.aten.add.Tensor(tangents_2, tangents_1, alpha=2)
 
     args = torch.ones(3), torch.ones(2, 3, dtype=torch.float64)
-    module = torch.fx.experimental.proxy_tensor.make_fx(backward, tracing_mode="fake")(*args)
-    second = [n.name for n in module.graph.nodes if n.op == "placeholder"][1]
-    total, doubled = without_tangents(module, [second])(args[0])
+    module = joint(backward, *args)
+    first, second = [n.name for n in module.graph.nodes if n.op == "placeholder"]
+    total, doubled = without_tangents(module, [second], [first, second])(args[0])
     assert torch.equal(total, torch.ones(2, 3, dtype=torch.float64))
     assert torch.equal(doubled, torch.full((2, 3), 2.0, dtype=torch.float64))
+
+
+class Auxiliary(nn.Module):
+    """A loss, and an output of a head of its own through an operator of which autograd's formula is not pointwise."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.of = nn.Linear(8, 8), nn.Linear(8, 8), of
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden.square().mean(), self.of(self.head(hidden))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda z: z.flip(-1),
+        lambda z: z.cumsum(0),
+        lambda z: z.roll(1, 0),
+        lambda z: nn.functional.pad(z, (1, 1)),
+        lambda z: z[:, [2, 0]],
+        lambda z: z.max(-1).values,
+        lambda z: torch.cat([z, z[:1]]).flip(0),
+    ],
+)
+def test_a_head_that_the_loss_does_not_read_takes_and_trains_nothing(of: Callable[[Tensor], Tensor]) -> None:
+    model, x = Auxiliary(of), torch.randn(8, 8)
+    assert graphopt.analyze(model, (x,)).flops.step == 4 * 2 * 8**3 - 2 * 8**3
+    with pytest.raises(graphopt.BudgetError):
+        graphopt.optimize(model, (x,), 0.6, backend="aot_eager")
+    opt = graphopt.optimize(model, (x,), 0.8, backend="aot_eager")
+    assert set(opt.selected) <= {"body.weight", "body.bias"}
