@@ -109,6 +109,17 @@ def _isolates() -> bool:
     return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
+def is_part(module: fx.GraphModule) -> bool:
+    """Whether a graph that Dynamo passes to its backend is one of several of the function that it comes from."""
+    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator: Any = InstructionTranslator.current_tx()
+    resumed = translator.output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
+    reason: Any = getattr(module, "compile_subgraph_reason", None)
+    return resumed or (reason is not None and reason.graph_break)
+
+
 def is_compile_error(error: BaseException) -> bool:
     """Whether an error is torch.compile's own, and not one that the user's code raised while it ran."""
     return isinstance(error, torch._dynamo.exc.TorchDynamoException)

@@ -15,14 +15,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt.budget import Budget
 from graphopt.compat.aot import joint_graph
-from graphopt.compat.dynamo import differentiates, example_of
+from graphopt.compat.dynamo import differentiates, example_of, is_part
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import GraphoptError, PassError
+from graphopt.errors import BudgetError, GraphoptError, PassError
 from graphopt.frontend.backend import PlanBackend
 from graphopt.frontend.compiled_region import CompiledRegion, Ran
 from graphopt.frontend.region import Region, region_of, training_graph
 from graphopt.frontend.values import Values
+from graphopt.graph import TrainingGraph
 from graphopt.lower import check_backend
 from graphopt.passes import Pass, Preserves
 from graphopt.passes.technique import technique
@@ -67,7 +68,7 @@ def graphopt_backend(
     tensors = [example_of(node) for node in placeholders]
     region = region_of(placeholders, tensors, {})
     plan = Plan(budget, passes)
-    if passes and differentiates(module):
+    if passes and region.trainable and differentiates(module):
         trained = {name: tensor for name, tensor in zip(region.names, tensors, strict=True) if name in region.trainable}
         plan = _planned(plan, region, module, example_inputs, trained, settings["backend"])
     host = _Host(region)
@@ -95,23 +96,45 @@ def _usable(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
 def _planned(
     plan: Plan, region: Region, module: fx.GraphModule, examples: Sequence[Any], trained: Mapping[str, Any], backend: Any
 ) -> Plan:
-    """The plan for a graph; Dynamo asks anew for other shapes, which then train the same tensors."""
+    """The plan for a graph. Tensors that were considered before, for other shapes or another graph, are trained or not as then.
+
+    Raises:
+        GraphoptError: see `graphopt.optimize`; for a budget only if this is the model's only graph.
+    """
     joint, num_forward = joint_graph(graph_module(module, copied(module.graph)), examples)
     graph = training_graph(region, joint, num_forward)
-    budget, held = plan.budget, _Parameters(trained)
-    known = {name: _TRAINED.get(tensor) for name, tensor in trained.items()}
-    if all(entry is not None and entry[0] == budget for entry in known.values()):
-        names = frozenset(name for name, entry in known.items() if entry and entry[2])
-        granted = next(entry[1] for entry in known.values() if entry)
-        plan = Plan(granted, plan.passes, names, memory=MemoryLimit.of(granted, backend))
+    budget = plan.budget
+    known = {name: entry for name, tensor in trained.items() if (entry := _TRAINED.get(tensor)) and entry[0] == budget}
+    if len(known) < len(trained):
+        plan = _planned_alone(plan, graph, module, trained, backend)
+        names, granted = frozenset(trained) if plan.train is None else plan.train, plan.budget
+    else:
+        names, granted = frozenset(), next(entry[1] for entry in known.values())
+    as_before = names - known.keys() | {name for name, entry in known.items() if entry[2]}
+    if known and (as_before != names or len(known) == len(trained)):
+        plan = Plan(granted, plan.passes, as_before, memory=MemoryLimit.of(granted, backend))
         for rewrite in plan.passes:
             plan = technique(rewrite).measured(plan, graph, dict(trained))
         plan = within_memory(plan, graph)
-    else:
-        plan = make_plan(held, (), {}, graph, budget, plan.passes, None, None, backend, lambda _: "")
     for name, tensor in trained.items():
         _TRAINED[tensor] = (budget, plan.budget, plan.train is None or name in plan.train)
     return plan
+
+
+def _planned_alone(plan: Plan, graph: TrainingGraph, module: fx.GraphModule, trained: Mapping[str, Any], backend: Any) -> Plan:
+    """The plan for a graph as if there were no other; one of several for which no plan keeps to the budget is trained in full."""
+    try:
+        return make_plan(_Parameters(trained), (), {}, graph, plan.budget, plan.passes, None, None, backend, lambda _: "")
+    except BudgetError as error:
+        if not is_part(module):
+            raise
+        logger.warning(
+            "one of the graphs into which torch.compile breaks the model trains all of its %d tensors: %s "
+            "graphopt.optimize() plans a model's graphs together.",
+            len(trained),
+            error,
+        )
+        return Plan(Budget(), plan.passes)
 
 
 class _Parameters(nn.Module):

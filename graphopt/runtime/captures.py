@@ -73,6 +73,7 @@ class Captures:
         self.counters = Counters()
         self.uniforms = Uniforms(rank)
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
+        self._numbers: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without graphs, which are captured again, and compiled code."""
@@ -86,6 +87,8 @@ class Captures:
         """The graph of this call as planning takes it: of several graphs all as one, which takes a run of the model."""
         if self.several_graphs:
             return record(self.model, args, kwargs, self.batch_dim, "it is not one graph").graph
+        if self._numbers != _numbers(self.model):
+            self._graphs = BoundedCache(CAPTURE_LIMIT)
         return self.graph(args, kwargs)
 
     def not_separable(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -139,6 +142,7 @@ class Captures:
             graph = without_other_outputs(graph)
         elif self.own_loss:
             graph = as_differentiated(graph)
+        self._numbers = _numbers(self.model)
         self.counters.captures += 1
         self.counters.capture_seconds += time.perf_counter() - start
         # A graph can be limited to some batch sizes (1 is special, and kernels may differ between small and large ones);
@@ -147,7 +151,7 @@ class Captures:
         return place, self._graphs.put(place, graph)
 
     def signature(self, inputs: FlatInputs, dims: tuple[int | None, ...]) -> Any:
-        """Everything that a captured graph depends on, but for the batch size."""
+        """What a captured graph depends on, but for the batch size and for what steps may count: see `_numbers`."""
         tensors = tuple(
             (t.dtype, t.device, t.requires_grad, tuple(-1 if i == d else s for i, s in enumerate(t.shape)))
             for t, d in zip(inputs.tensors, dims, strict=True)
@@ -158,6 +162,21 @@ class Captures:
             held = (*module._parameters.values(), *module._buffers.values())
             model.extend((t.requires_grad, t.dtype, t.device, t.shape) for t in held if t is not None)
         return (inputs.spec, _hashable(inputs.constants), tensors, tuple(model), _autocast_state(inputs), _settings())
+
+
+def _numbers(model: nn.Module) -> tuple[Any, ...]:
+    """Numbers that a model holds, such as how many layers it runs, and lengths of what it holds: hooks, lists of layers.
+
+    Models count steps in such, so that a new value is no reason to trace a step anew, as planning anew is.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, (int, float)):
+                found.append((name, value))
+            elif isinstance(value, (list, tuple, dict)):
+                found.append((name, len(value)))
+    return tuple(found)
 
 
 def _settings() -> tuple[Any, ...]:

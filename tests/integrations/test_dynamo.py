@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 import torch
 from graphopt.passes import Lsp
 from torch import nn
 
 from tests import zoo
+from tests.messages import warnings_of
 
 
 @pytest.mark.parametrize("name", ["mlp", "bert", "cnn"])
@@ -66,3 +69,67 @@ def test_a_number_that_changes_takes_effect() -> None:
         torch.manual_seed(0)
         expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
         torch.testing.assert_close([e if f is None else f for f, e in zip(found, expected, strict=True)], list(expected))
+
+
+class Broken(nn.Module):
+    """Three graphs: two with parameters, of which they share some, and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.first, self.second, self.third = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.third(self.first(self.embedding(x)).relu()).relu()
+        torch._dynamo.graph_break()
+        hidden = self.second(nn.functional.linear(hidden, self.third.weight).relu())
+        logits = nn.functional.linear(hidden, self.first.weight).relu() @ self.embedding.weight.t()
+        torch._dynamo.graph_break()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), x.flatten())
+
+
+@pytest.mark.parametrize("budget", [None, 0.9, 0.8, 0.7, "auto"])
+def test_a_tensor_of_several_graphs_gets_its_whole_gradient_or_none(budget: Any) -> None:
+    torch.compiler.reset()
+    model, x = Broken(), torch.randint(0, 50, (4, 8))
+    expected = dict(zip(dict(model.named_parameters()), torch.autograd.grad(model(x), list(model.parameters())), strict=True))
+    compiled = torch.compile(model, backend="graphopt", options={"budget": budget, "backend": "aot_eager"})
+    for _ in range(2):
+        model.zero_grad()
+        compiled(x).backward()
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert trained
+        assert (len(trained) == len(expected)) == (budget is None)
+        for name, gradient in trained.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_a_part_of_a_model_that_cannot_keep_to_the_budget_is_trained_in_full() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.above, self.below = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.below(x)
+            torch._dynamo.graph_break()
+            return self.above(x).square().mean()
+
+    torch.compiler.reset()
+    model, options = Halves(), {"budget": 0.3, "backend": "aot_eager"}
+    with warnings_of() as told:
+        torch.compile(model, backend="graphopt", options=options)(torch.randn(4, 8)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert any("one of the graphs into which torch.compile breaks the model trains all of its 2 tensors" in t for t in told)
+    whole = torch.compile(nn.Linear(8, 8), backend="graphopt", options=options)
+    with pytest.raises(Exception, match="Smallest feasible"):
+        whole(torch.randn(4, 8))
+
+
+def test_a_function_without_parameters_is_compiled_as_it_is() -> None:
+    torch.compiler.reset()
+    loss = torch.compile(nn.functional.cross_entropy, backend="graphopt", options={"budget": 0.5, "backend": "aot_eager"})
+    logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 1, 2, 0])
+    (found,) = torch.autograd.grad(loss(logits, labels), logits)
+    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(logits, labels), logits)
+    torch.testing.assert_close(found, expected)

@@ -371,6 +371,30 @@ def test_selecting_anew_counts_the_branch_that_a_flag_of_the_model_takes() -> No
     assert opt.captures.graph((x,), {}) is not before
 
 
+@pytest.mark.parametrize("kind", [int, list])
+def test_selecting_anew_counts_the_layers_that_the_model_runs_by_now(kind: type) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+            self.depth: Any = 2 if kind is int else [0, 1]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers[: self.depth if kind is int else len(self.depth)]:
+                x = layer(x).tanh()
+            return x.square().mean()
+
+    model, x = Deep(), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), budget=0.6, backend="aot_eager")
+    opt(x).backward()
+    model.depth = 6 if kind is int else list(range(6))
+    assert opt.reselect((x,)).changed
+    assert opt.flops.step == flop_profile(graphopt.analyze(model, (x,)).graph).step
+    captures = opt.counters.captures
+    opt.reselect((x,))
+    assert opt.counters.captures == captures
+
+
 def test_the_controller_selects_on_schedule() -> None:
     _, inputs, opt = optimized(budget=0.5)
     optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-3)
