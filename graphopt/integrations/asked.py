@@ -104,7 +104,7 @@ def begin(
         made: called with the optimised model, once there is one, before its first step.
     """
 
-    def make(batch: Any) -> OptimizedModule:
+    def make(steps: TrainingSteps, batch: Any) -> OptimizedModule:  # which holds no steps, and would keep them alive
         opt = asked.optimised(diverted.model, batch, None if asked.compresses else optimizer)
         opt.controllers.add(steps.savings)
         made(opt, steps)

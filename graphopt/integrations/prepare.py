@@ -98,10 +98,12 @@ class Prepared:
             self.opt.load_state(path)
 
     def detach(self) -> None:
-        """Give the model its own forward back; the optimizer no longer tells of its steps."""
+        """Give the model its own forward back; it trains everything again, and the optimizer no longer tells of its steps."""
         self._hook.remove()
         if self._diverted.run is self._steps:
             self._diverted.remove()
+        if self.opt is not None:
+            self.opt.rest()
 
     def _known(self) -> OptimizedModule:
         if self.opt is None:

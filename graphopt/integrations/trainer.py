@@ -96,9 +96,11 @@ class TrainerCallback(transformers.TrainerCallback):
         return None if self._steps is None else self._steps.opt
 
     def detach(self) -> None:
-        """Give the model its own `forward` back."""
+        """Give the model its own `forward` back; it trains everything again."""
         if self._diverted is not None:
             self._diverted.remove()
+        if self.opt is not None:
+            self.opt.rest()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Divert the model's forward before accelerate wraps it; until training begins it is still the model's own."""

@@ -107,7 +107,7 @@ class TrainingSteps:
     def __init__(
         self,
         diverted: Diverted,
-        make: Callable[[Any], Any],
+        make: Callable[[TrainingSteps, Any], Any],
         optimizer: torch.optim.Optimizer | None,
         reselect_every: int | None,
         done: int = 0,
@@ -116,7 +116,7 @@ class TrainingSteps:
         """Set up; `diverted.run = steps` puts it to work.
 
         Args:
-            make: from the first batch to the `OptimizedModule`.
+            make: from these and the first batch to the `OptimizedModule`.
             optimizer: rates tensors when they are selected anew.
             reselect_every: optimizer steps between selections; None: never.
             done: optimizer steps before these, of a run that is resumed.
@@ -189,7 +189,7 @@ class TrainingSteps:
     def _first(self, batch: Any, kind: Any) -> OptimizedModule | None:
         """Make the optimised model from the first batch; failures are tried again with other batches."""
         try:
-            opt = self._make(batch)
+            opt = self._make(self, batch)
         except (BudgetError, InputError, PassError):
             raise  # what the user asked for, not the optimisation
         except Exception as error:

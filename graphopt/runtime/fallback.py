@@ -30,12 +30,14 @@ class Fallback:
     Attributes:
         notes: what did not run as planned so far, for the report.
         model_runs: how often the model itself stood in.
+        resting: gradients of tensors that are not selected are let through, see `OptimizedModule.rest`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.notes: list[str] = []
         self.model_runs = 0
+        self.resting = False
         self._hooks: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class DropGradient:
     def __call__(self, parameter: Tensor) -> None:
         """Drop the gradient, unless the parameter is selected now."""
         opt = None if self.opt is None else self.opt()
-        if opt is not None and not opt.selects_tensor(self.name):
+        if opt is not None and not opt._fallback.resting and not opt.selects_tensor(self.name):
             parameter.grad = None
             for state in opt.states.values():
                 state.clear_gradients([self.name])

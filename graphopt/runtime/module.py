@@ -119,6 +119,7 @@ class OptimizedModule(PlannedModule):
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step's forward, with what techniques do before and after it."""
         plan, states = self._plan, self.states.values()
+        self._fallback.resting = False
         self._wrapping.check(self)
         for state in states:
             plan = state.before_forward(plan, self._model, args, kwargs)
@@ -326,6 +327,10 @@ class OptimizedModule(PlannedModule):
     def drop_unselected(self) -> None:
         """Have tensors that are not selected lose any gradient that the model itself computes for them."""
         self._fallback.drop_unselected(self)
+
+    def rest(self) -> None:
+        """Let all gradients of the model through until the next step of this one: it is trained by itself."""
+        self._fallback.resting = True
 
     def note(self, text: str) -> None:
         """Warn of something that training goes on without, once, and have the report say it."""

@@ -62,7 +62,7 @@ class BatchLabels(State):
 
     def _fits(self, decision: Labelled, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         assert decision.part is not None
-        graph: TrainingGraph | None = self._opt.graph
+        graph: TrainingGraph | None = self._opt._graph
         if graph is None:  # of a model that was unpickled, before its first step
             return False
         call = flatten_call(args, kwargs)

@@ -28,6 +28,13 @@ _ONE_BY_ONE = frozenset({aten.neg.default, aten.mul.Scalar, aten.div.Scalar, ate
 """Operators between what is computed of a token and the mask that hides it."""
 
 
+_OF_SIZES = frozenset({
+    aten.full.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.zeros.default,
+    aten.ones.default, aten.slice.Tensor,
+})  # fmt: skip
+"""Further operators to which numbers of tokens are sizes."""
+
+
 @dataclass(frozen=True)
 class Written:
     """A program, and what it needs.
@@ -204,8 +211,8 @@ class _Writer:
         return {user for user in _users_behind_views(node) if user in self.head.losses}
 
     def _again(self, node: fx.Node, by_token: bool) -> fx.Node:
-        target = node.target
-        args = list(self._map(arguments(node)[: 6 if target is NLL_BACKWARD else None]))
+        target, sized = node.target, node.target in WITH_SIZES or node.target in _OF_SIZES
+        args = list(self._map(arguments(node)[: 6 if target is NLL_BACKWARD else None], sized))
         if target is NLL_BACKWARD:
             nll = next(n for n in self.head.losses if n.target is NLL)  # the total weight of its tokens, which it does not use
             self._loss(nll)
@@ -219,13 +226,15 @@ class _Writer:
             sizes[0] = -1 if target in VIEWS else self.count
             args[1] = sizes
             target = aten.reshape.default if target in VIEWS else target
-        return self._call(target, tuple(args), self._map(dict(node.kwargs)), node)
+        return self._call(target, tuple(args), self._map(dict(node.kwargs), sized), node)
 
-    def _map(self, given: Any) -> Any:
+    def _map(self, given: Any, sized: bool = False) -> Any:
+        """Arguments for the chunk: `sized` where the number of tokens among them is a size, and no number to calculate with."""
+
         def one(node: fx.Node) -> Any:
             if node in self.made or node in self.head.inside:
                 return self._of(node)
-            if isinstance(value := node.meta.get("val"), torch.SymInt) and expression(value) in self.tokens:
+            if isinstance(value := node.meta.get("val"), torch.SymInt) and sized and expression(value) in self.tokens:
                 return self.count
             raise NotSeparable(f"{node.name} is a number that depends on the batch")
 

@@ -1,8 +1,8 @@
 """Whether samples are independent below the boundaries of a backward, tried on data.
 
-Rows can be left out only where every operator is separable by sample: what the backward computes for two halves of a batch must
-add up to what it computes for the whole. Shapes alone cannot tell; this runs the rewritten graph on both halves, once per
-captured graph.
+Rows can be left out, and the others scaled, only where every operator is separable by sample and linear: what the backward
+computes for two halves of a batch, with gradients twice as large, must on average be what it computes for the whole. Shapes alone
+cannot tell; this runs the rewritten graph on both halves, once per captured graph.
 Weights and inputs are disturbed and the gradients at the boundaries are random, so that a branch that does nothing yet, equal
 samples or a loss that ignores some of them hide nothing.
 """
@@ -31,6 +31,9 @@ MOST_ROWS = 8
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 """Largest difference relative to a gradient's largest entry, by the coarsest type in the graph; 0.1 in half precision."""
+
+SCALE = 2.0
+"""By which gradients of kept rows are scaled: 1 would not show that an operator clips them."""
 
 NOISE = 0.1
 """How far weights are moved, relative to their spread; weights that are all alike are moved by this much."""
@@ -106,18 +109,18 @@ class _Trial:
         self.tolerance = TOLERANCE.get(min(types, key=lambda t: t.itemsize, default=torch.float32), 0.1)
 
     def run(self, boundaries: Sequence[Boundary]) -> str:
-        """Compare the whole with the sum of two parts, less what is computed of neither."""
+        """Compare the whole with the mean of two parts, of each of which gradients are twice as large."""
         count = max(len(self.first), len(self.rest), 2)
         rewritten = self.graph.clone()
         sample(rewritten, {ROWS + b.name: count / self.batch_size for b in boundaries}, GivenDraws(rewritten))
         tops = {b.node.name: i for i, b in enumerate(boundaries) if b.parent is None}
         whole = self._gradients(self.graph, self.first, tops)
-        first, rest, neither = (self._gradients(rewritten, part, tops) for part in (self.first, self.rest, ()))
+        first, rest = (self._gradients(rewritten, part, tops) for part in (self.first, self.rest))
         largest = max((float(g.abs().max()) for g in whole.values() if g.numel()), default=0.0)
         for name, exact in whole.items():
             if not exact.numel():
                 continue
-            ours = first[name] + rest[name] - neither[name]
+            ours = (first[name] + rest[name]) / SCALE
             if not torch.isfinite(exact).all() or not torch.isfinite(ours).all():
                 return f"the samples could not be tried apart: the gradient of {name} is not finite"
             if not self._agree(ours, exact, 1e-3 * largest):
@@ -149,7 +152,7 @@ class _Trial:
         return bool((ours - exact).abs().max() <= self.tolerance * scale)
 
     def _gradients(self, graph: TrainingGraph, part: Sequence[int], tops: Mapping[str, int]) -> dict[str, Tensor]:
-        results = self._execute(graph, part, _Runner(graph.module, tops, zero=not part))
+        results = self._execute(graph, part, _Runner(graph.module, tops))
         return {
             f"input {desc.target.target}" if desc.target.kind == "input" else str(desc.target.target): value.double()
             for desc, value in zip(graph.outputs, results, strict=True)
@@ -170,7 +173,7 @@ class _Trial:
                 shape = [graph.at(s, self.batch_size) for s in recorded.shape]
                 values.append(torch.randn(shape, generator=generator).to(recorded.device, recorded.dtype))
             elif desc.kind == "given":
-                values.append(self._given(part or self.first, int(recorded.shape[0]), *desc.target).to(recorded.device))
+                values.append(self._given(part, int(recorded.shape[0]), *desc.target).to(recorded.device))
             else:
                 values.append(self.tensors[desc.target])
         with torch.no_grad(), no_autocast(), unchanged_rng([v for v in values if isinstance(v, Tensor)]):
@@ -183,7 +186,7 @@ class _Trial:
         others = [i for i in range(self.batch_size) if i not in part]
         if what == "rows":
             return torch.tensor([*part, *others][:count] if whole else list(range(count))[::-1])
-        return torch.tensor([1.0] * len(part) + [0.0] * (count - len(part)) if whole else [1.0] * count, dtype=torch.float64)
+        return torch.tensor([SCALE] * len(part) + [0.0] * (count - len(part)) if whole else [1.0] * count, dtype=torch.float64)
 
     def _explain(self, rewritten: TrainingGraph, name: str, tops: Mapping[str, int]) -> str:
         """The first operator whose rows differ from those of the whole batch."""
@@ -202,22 +205,21 @@ class _Trial:
             exact = exact.unflatten(rows.dim, (-1, rows.inner)).index_select(rows.dim, first)
             ours = ours.unflatten(rows.dim, (-1, rows.inner))
             either_way = (o.narrow(rows.dim, 0, len(self.first)) for o in (ours, ours.flip(rows.dim)))
-            if not any(self._agree(o.double(), exact.double()) for o in either_way):
+            if not any(self._agree(o.double() / SCALE, exact.double()) for o in either_way):
                 if can_be_view(node):
                     return f"{node.target} joins the batch with a dimension before it, so that a sample's rows are not together"
                 source = node.args[0] if isinstance(node.args[0], fx.Node) and "getitem" in str(node.target) else node
-                why = "its rows for half of the batch differ from those for all of it"
-                return f"{source.target} is not separable by sample: {why}"
+                why = "its rows for half of the batch, with gradients twice as large, are not twice those for all of it"
+                return f"{source.target} is not linear and separable by sample: {why}"
         return f"the gradients of {name} for two halves of the batch do not add up to that for all of it"
 
 
 class _Runner(fx.Interpreter):
-    """Runs a joint graph with random gradients at the first boundaries, or none; can keep every tensor by its node's name."""
+    """Runs a joint graph with random gradients at the first boundaries; can keep every tensor by its node's name."""
 
-    def __init__(self, module: fx.GraphModule, tops: Mapping[str, int], zero: bool = False, keep: bool = False) -> None:
+    def __init__(self, module: fx.GraphModule, tops: Mapping[str, int], keep: bool = False) -> None:
         super().__init__(module)
         self.tops = tops
-        self.zero = zero
         self.keep = keep
         self.values: dict[str, Tensor] = {}
 
@@ -226,7 +228,7 @@ class _Runner(fx.Interpreter):
         result = super().run_node(n)
         if isinstance(result, Tensor) and n.name in self.tops:
             noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(self.tops[n.name]))
-            result = torch.zeros_like(result) if self.zero else noise.to(result.device, result.dtype)
+            result = noise.to(result.device, result.dtype)
         if isinstance(result, Tensor) and self.keep:
             self.values[n.name] = result
         return result

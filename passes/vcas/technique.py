@@ -123,6 +123,8 @@ class Vcas(Technique):
             raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
         if self.adaptive and budget.variance is None:
             raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
+        if self.adaptive and self.sampler != "systematic":
+            raise PassError("vcas measures variances of systematic sampling: with Budget(variance=...) leave sampler out.")
 
     @classmethod
     def wanted(cls, budget: Budget) -> bool | str:

@@ -245,6 +245,37 @@ def test_a_model_can_be_prepared_anew_and_had_back() -> None:
     assert "2 steps" in repr(second)
 
 
+def test_a_model_that_is_detached_trains_everything_again() -> None:
+    """Though parts that torch.compile leaves to eager mode drop gradients by hooks while it is trained under a plan."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below, self.above = nn.Linear(8, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            hidden = self.below(x).relu()
+            torch._dynamo.graph_break()
+            return nn.functional.cross_entropy(self.above(hidden), y)
+
+    model, inputs = Broken(), (torch.randn(16, 8), torch.randint(4, (16,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def without_gradient() -> int:
+        optimizer.zero_grad()
+        model(*inputs).backward()
+        return sum(p.grad is None for p in model.parameters())
+
+    training = prepare(model, optimizer, None, 0.6, backend="aot_eager")
+    assert without_gradient()
+    assert training.opt is not None
+    training.opt.drop_unselected()
+    training.detach()
+    assert not without_gradient()
+    training.opt(*inputs)
+    assert without_gradient()  # it is used again
+
+
 def test_data_without_a_length_and_a_loss_outside_of_the_model() -> None:
     class Stream(IterableDataset):
         def __iter__(self) -> Any:

@@ -16,7 +16,7 @@ from graphopt.integrations.training_steps import TrainingSteps
 def steps_of(model: nn.Module) -> TrainingSteps:
     diverted = Diverted.of(model)
 
-    def make(batch: Any) -> Any:
+    def make(_: TrainingSteps, batch: Any) -> Any:
         return graphopt.optimize(model, batch, backend="aot_eager")
 
     steps = TrainingSteps(diverted, make, None, None)

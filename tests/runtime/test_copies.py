@@ -108,3 +108,23 @@ def test_a_model_of_several_graphs_is_recorded_without_keeping_a_copy_of_it() ->
     for _ in range(2):
         graphopt.optimize(model, (x,), backend="aot_eager")
     assert weights() == 2
+
+
+class Masked(nn.Module):
+    """Few tokens have a label."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(torch.relu(self.layer(self.embed(ids))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_an_unpickled_model_that_leaves_out_rows_without_labels_goes_on() -> None:
+    ids = torch.randint(50, (8, 64))
+    labels = torch.where(torch.arange(64) < 6, ids, -100)
+    opt = graphopt.optimize(Masked(), (ids, labels), backend="aot_eager")
+    assert "dead_rows" in opt.plan.decisions
+    torch.testing.assert_close(pickled(opt)(ids, labels), opt(ids, labels))

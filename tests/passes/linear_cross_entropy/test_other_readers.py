@@ -42,6 +42,24 @@ class Auxiliary(LanguageModel):
         return F.cross_entropy(logits, labels) + self.read(logits, labels, self.teacher(hidden).detach())
 
 
+class Divided(LanguageModel):
+    """Divides by the number of tokens, which is no size there."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.layer(self.embed(ids)))).flatten(0, 1)
+        return F.cross_entropy(logits / logits.shape[0], labels.flatten())
+
+
+def test_a_number_of_tokens_to_calculate_with_is_that_of_the_whole_batch() -> None:
+    model, inputs = Divided().double(), batch()
+    opt = graphopt.optimize(model, inputs, passes=[LinearCrossEntropy(3)], backend="aot_eager")
+    for rows in (len(inputs[0]), 7, 5):
+        part = [torch.cat([t, t])[:rows] for t in inputs]
+        torch.testing.assert_close(opt(*part), model(*part))
+        found, expected = (torch.autograd.grad(run(*part), list(model.parameters())) for run in (opt, model))
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("ignored", [0, 4])
 @pytest.mark.parametrize("read", READ)
 def test_another_loss_of_the_same_logits(read: str, ignored: int) -> None:

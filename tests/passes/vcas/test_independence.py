@@ -93,7 +93,24 @@ def test_an_operator_that_is_not_separable_is_found_in_any_batch(mix: Mix, rows:
         inputs = (torch.ones(8, 5), torch.zeros(8, dtype=torch.int64))
     elif rows == "weightless":
         inputs = (x, y, torch.zeros(8))
-    assert "not separable by sample" in reason(Net(mix), inputs) or "do not add up" in reason(Net(mix), inputs)
+    assert "not linear and separable" in reason(Net(mix), inputs) or "do not add up" in reason(Net(mix), inputs)
+
+
+class Clipped(torch.autograd.Function):
+    """Clips each entry of the gradient: samples stay apart, but twice the gradient is not twice the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.clamp(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_gradient_that_is_clipped_on_the_way_is_not_scaled(size: int) -> None:
+    assert "clamp" in reason(Net(lambda _, hidden: Clipped.apply(hidden)), batch(size))
 
 
 def test_what_only_an_inputs_gradient_shows_not_to_be_separable_is_found() -> None:
