@@ -56,7 +56,7 @@ class LoraLayer:
     """A layer with adapters in a joint graph.
 
     Attributes:
-        name: of the parameter that W comes from.
+        name: of the parameter that W comes from; the second layer with it, and all later ones, get a number.
         base: the product XW, with its bias if it has one.
         adapters: at least one, in the order in which they are added.
         grad_output: what dY is a multiple of, with rows that are not flattened; None if nothing needs it.

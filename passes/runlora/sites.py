@@ -42,10 +42,12 @@ def find_lora_sites(graph: TrainingGraph) -> LoraSites:
                 left_alone[finder.name_of(product(first)[1])] = str(reason)  # type: ignore[index]
             continue
         groups.setdefault(base, []).append(adapter)
-    layers = []
+    layers: list[LoraLayer] = []
     for base, adapters in groups.items():
         try:
-            layers.append(finder.layer(base, tuple(adapters)))
+            layer = finder.layer(base, tuple(adapters))
+            number = 1 + sum(known.name.partition(" #")[0] == layer.name for known in layers)
+            layers.append(layer if number == 1 else replace(layer, name=f"{layer.name} #{number}"))
         except NotASum as reason:
             left_alone.update({a.name: str(reason) for a in adapters})
     return LoraSites(tuple(layers), left_alone)

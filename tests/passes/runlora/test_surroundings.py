@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.capture import capture
-from graphopt.testing import compiled
+from graphopt.testing import check_pass, compiled
 
 
 class Odd(nn.Module):
@@ -49,6 +49,31 @@ class Odd(nn.Module):
             stacked = torch.stack([x, 2 * x], 1)
             return (stacked @ self.weight + stacked @ self.down @ self.up).mean(1).square().sum()
         raise AssertionError(self.kind)
+
+
+class Repeated(nn.Module):
+    """One layer with its adapter, four times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6, requires_grad=False)
+        self.down, self.up = nn.Parameter(torch.randn(32, 4) / 6), nn.Parameter(torch.randn(4, 32) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.tanh(x @ self.weight + x @ self.down @ self.up)
+        return x.square().mean()
+
+
+def test_a_layer_that_is_used_several_times_is_reordered_each_time() -> None:
+    model, x = Repeated(), torch.randn(64, 32)
+    names = [layer.name for layer in find_lora_sites(capture(model, (x,), {})).layers]
+    assert names == ["weight", "weight #2", "weight #3", "weight #4"]
+    check_pass(RunLora("forward2+backward5"), model, (x,), names)
+    opt = graphopt.optimize(model, (x,), passes=[RunLora("forward2+backward5")], backend="aot_eager")
+    opt(x).backward()
+    assert opt.last_step is not None
+    assert set(opt.last_step.reports[0].changes.changed) == set(names)
 
 
 class Adapted(nn.Module):
