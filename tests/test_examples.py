@@ -16,7 +16,8 @@ SMALL = ["--steps", "3", "--batch", "4", "--length", "8"]
 UNCOMPILED = ["--backend", "aot_eager", "--validation-rows", "8"]
 
 COMMANDS = {
-    "lsp": ["lsp_glosses.py", *SMALL, *UNCOMPILED, "--runs", "lsp", "lora"],
+    "lsp": ["lsp_glosses.py", *SMALL, *UNCOMPILED, "--runs", "lsp"],
+    "lsp and lora": ["lsp_glosses.py", *SMALL, *UNCOMPILED, "--runs", "lsp", "lora"],
     "vcas": ["vcas_glosses.py", *SMALL, *UNCOMPILED, "--runs", "vcas", "sb", "ub", "--every", "2"],
     "trainer": ["trainer_glosses.py", "--steps", "2", *UNCOMPILED],
     "lora": ["lora_glosses.py", *SMALL],

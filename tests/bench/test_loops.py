@@ -32,6 +32,7 @@ def test_a_case_end_to_end(tmp_path: Path) -> None:
     loops.show(found, QUIET)
 
 
+@pytest.mark.long  # the callback has tests of its own
 def test_a_case_of_a_library_that_tests_need() -> None:
     row = measure(CASES["trainer-callback"])
     assert row["verdict"] == "ok", row

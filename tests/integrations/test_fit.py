@@ -63,7 +63,6 @@ def test_what_optimize_saves_comes_first_where_logits_are_large(monkeypatch: pyt
     assert opt.last_step is not None
     step = step_memory(opt.last_step.graph, "aot_eager", "adamw")
     assert first.peak_bytes == pytest.approx(step.peak_bytes + OVERHEAD, rel=1e-6)  # but for a few numbers of sizes
-    assert not any("optimize(" in change.what for change in fit(llama(), tokens(), 1000, backend="aot_eager").changes)
 
 
 def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
@@ -73,6 +72,7 @@ def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
     found = fit(model, tokens(), small, backend="aot_eager", margin=0.0)
     assert not found.fits
     assert found.largest_batch == 1
+    assert not any("optimize(" in change.what for change in found.changes)  # its logits are small
     changes = {change.what: change.peak_bytes for change in found.changes}
     gathering = graphopt.analyze(model, tokens(), backend="aot_eager", accumulation=2).memory.at(1).peak_bytes + OVERHEAD
     assert changes["a batch of 1, with gradient accumulation"] == gathering > small
@@ -82,7 +82,7 @@ def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
     adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=16, target_modules="all-linear"))
     assert "LoRA of rank 16" not in changes  # as large as these weights
     with warnings.catch_warnings(action="error", category=FutureWarning):
-        assert fit(model, tokens(), small, backend="aot_eager", lora=16).peak_bytes == peak(adapted)
+        assert fit(model, tokens(), 10**12, backend="aot_eager", lora=16).peak_bytes == peak(adapted)
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
     assert all(change.fits == (change.peak_bytes <= small) for change in found.changes)
 

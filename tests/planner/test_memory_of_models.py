@@ -11,6 +11,7 @@ from transformers import BartConfig, BlipConfig, CLIPConfig, T5Config
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
+from tests.long_forms import long
 from tests.measure import peak_and_rest
 
 SAMPLES, TOKENS, WORDS = 8, 64, 500
@@ -60,7 +61,7 @@ class InParts(torch.nn.Module):
         return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-@pytest.mark.parametrize(("kind", "part"), [("bart", 0.6), ("t5", 0.7), ("clip", 0.7), ("blip", 0.7)])
+@pytest.mark.parametrize(("kind", "part"), [("bart", 0.6), ("t5", 0.7), ("clip", 0.7), *long(("blip", 0.7))])
 def test_a_limit_is_kept_to_and_predicted(kind: str, part: float) -> None:
     """What is handed out passes all later layers; masks that hide nothing are left out; some `reshape` copies.
 
