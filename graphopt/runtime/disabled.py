@@ -70,7 +70,7 @@ class DisabledModule(OptimizedModule):
         if self._running is None:
             backend, note = self._captures.backend, self._fallback.note
             self.__dict__["_running"] = Running(self._model, backend, Counters(), (), note, lambda: None, turn=self._turn)
-        return self._running(self._plan, args, kwargs)
+        return self._fallback.compiled_or_not(self, self._running, self._plan, args, kwargs)[0]
 
     @property
     def selected(self) -> frozenset[str]:

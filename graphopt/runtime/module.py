@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphopt import compat
 from graphopt.analysis.flops import FlopProfile
 from graphopt.calls import as_call, flatten_call
-from graphopt.compat.dynamo import cause_of
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import in_common, plan_of_rank_0
 from graphopt.distributed.ranks import Ranks
@@ -23,7 +21,6 @@ from graphopt.distributed.same_step import SameStep
 from graphopt.distributed.sharded_traffic import Traffic
 from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.distributed.wrapping import Wrapping
-from graphopt.errors import first_line
 from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -179,14 +176,9 @@ class OptimizedModule(PlannedModule):
                 self._turn,
             )
         running: Running = self._running
-        try:
-            output = running(plan, args, kwargs)
-        except Exception as error:
-            if not compat.is_compile_error(error):
-                raise
+        output, compiled = self._fallback.compiled_or_not(self, running, plan, args, kwargs)
+        if not compiled:
             self.__dict__["_last_step"] = None
-            output = self._fallback.run_model(self, args, kwargs)
-            self.note(f"a step could not be compiled ({first_line(cause_of(error))}); the model itself, uncompiled, runs instead")
             return output
         if plan.memory is not None and running.step is not None:
             inputs = flatten_call(args, kwargs)

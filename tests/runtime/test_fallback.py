@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import graphopt
 from graphopt import PassError
 from graphopt.errors import GraphoptError
+from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.planner.plan import Plan
-from graphopt.runtime.fallback import Fallback
+from graphopt.runtime.fallback import ATTEMPTS, Fallback
 from tests import zoo
 from tests.messages import warnings_of
 
@@ -402,3 +403,33 @@ def test_the_optimizer_of_compressed_gradients_is_still_asked_for() -> None:
     with pytest.raises(GraphoptError, match="make_optimizer"):
         opt(*inputs)
     assert isinstance(opt._fallback, Fallback)
+
+
+@torch._dynamo.allow_in_graph  # type: ignore[untyped-decorator]
+def seen(x: Tensor) -> Tensor:
+    """What Dynamo cannot trace, though it is told to."""
+    x.detach().numpy()
+    return x * 1.0
+
+
+class Looked(nn.Module):
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.second, self.rows = nn.Linear(4, 8), nn.Linear(8, 1), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(seen(hidden) if len(x) > self.rows else hidden).square().mean()
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_what_torch_compile_cannot_trace_runs_and_is_tried_a_few_times(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Looked(rows), torch.randn(6, 4)
+    tried, run = [], Running.__call__
+    monkeypatch.setattr(Running, "__call__", lambda *args: (tried.append(1), run(*args))[1])
+    with warnings_of():
+        opt = graphopt.optimize(model, (x[:3],), backend="aot_eager")
+        for _ in range(5):
+            assert_close(gradients_of(model, lambda _: opt(x)), eager_gradients(model, (x,)))
+    assert len(tried) == ATTEMPTS
+    assert opt.model_runs == 5
