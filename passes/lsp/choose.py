@@ -102,8 +102,8 @@ def smaller_gradients(graph: TrainingGraph, rewrite: Lsp) -> dict[str, Smaller]:
     for gradient in find_weight_gradients(graph):
         if rewrite.refusal(gradient):
             continue
-        width = gradient.node.meta["val"].element_size()
-        projectors = sum(gradient.shape) * rewrite.nonzeros * (width + 4) * 2
+        width = max(4, gradient.node.meta["val"].element_size())  # half precision is compressed in float32
+        projectors = sum(gradient.shape) * rewrite.nonzeros * (2 * width + 3 * 4)  # values twice, three places of each
         shapes = [compression_shape(gradient, term, rewrite, graph) for term in gradient.terms]
         flops = min(_flops(order, shapes, graph) for order in ORDERS)
         found[gradient.name] = Smaller(projectors + rewrite.subspace**2 * width, flops)

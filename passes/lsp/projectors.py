@@ -43,8 +43,8 @@ class Projector:
         counts = flat.bincount(minlength=self.size)
         most = entries_per_column(m, d, self.size)
         place = torch.arange(m * d, device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
-        places = torch.full((self.size, most), m * d, device=flat.device)
-        places[flat[order], place] = order
+        places = torch.full((self.size, most), m * d, dtype=torch.int32, device=flat.device)
+        places[flat[order], place] = order.to(torch.int32)
         return torch.where(places < m * d, places // d, 0).to(torch.int32), places
 
     @property
