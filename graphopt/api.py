@@ -116,7 +116,7 @@ def optimize(
         return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = as_call(example_inputs, batch_dim)
     require_storage(model)
     require_bare(model)
     ranks = ranks_for(model, mesh, group)
@@ -234,7 +234,7 @@ def analyze(
     if accumulation < 1:
         raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
     check_optimizer(optimizer)
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = as_call(example_inputs, batch_dim)
     with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph) if cost == "exact" else paper_profile(graph)
@@ -314,7 +314,7 @@ def worth(
     Raises:
         BudgetError, InputError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
     """
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = as_call(example_inputs, batch_dim)
     with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
     limit = default_limit(graph, flop_profile(graph))
@@ -343,7 +343,7 @@ def pareto(
     if backend not in ("inductor", "aot_eager"):
         raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
     check_optimizer(optimizer)
-    args, kwargs = as_call(example_inputs)
+    args, kwargs = as_call(example_inputs, batch_dim)
     with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
     profile = flop_profile(graph)

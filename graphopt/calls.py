@@ -41,12 +41,23 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(example_inputs: Any, batch_dim: BatchDim = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call `model(...)` from what the user passed.
 
     Raises:
-        InputError: not a tensor, tuple, list or mapping.
+        InputError: not a tensor, tuple, list or mapping; or `batch_dim` names an input that is not there.
     """
+    args, kwargs = _as_call(example_inputs)
+    if isinstance(batch_dim, Mapping):
+        known = [*range(len(args)), *kwargs, *flatten_call(args, kwargs).names]
+        for name in batch_dim:
+            if name not in known:
+                listed = ", ".join(repr(k) for k in dict.fromkeys(known) if not str(k).isdigit() or isinstance(k, int))
+                raise InputError(f"batch_dim names {name!r}, which is no input of the example; its inputs are {listed}.")
+    return args, kwargs
+
+
+def _as_call(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(example_inputs, Call):
         return example_inputs.args, dict(example_inputs.kwargs)
     if isinstance(example_inputs, Tensor):

@@ -145,7 +145,7 @@ class TrainingGraph:
         return {node: desc.target for desc, node in zip(self.inputs, self.placeholders, strict=True) if desc.kind == "parameter"}
 
     def formula(self, value: Any) -> sympy.Expr:
-        """An int or symbolic int of this graph as an expression of `BATCH`."""
+        """An int, a symbolic int or an expression of this graph's symbols as an expression of `BATCH`."""
         return expression(value).subs({**self.sizes, **dict.fromkeys(self.symbols, BATCH)})
 
     def at(self, value: Any, batch_size: int) -> int:

@@ -6,14 +6,16 @@ import importlib
 import inspect
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import pytest
 import torch
 from graphopt.passes import GreenTrainer
-from torch import nn
+from torch import Tensor, nn
 
 import graphopt
+from graphopt import InputError
 from tests.messages import warnings_of
 
 
@@ -80,3 +82,42 @@ def test_a_batch_without_a_loss_is_warned_of(passes: Any, text: str) -> None:
         graphopt.optimize(model, example, 0.7, passes, backend="aot_eager", loss=lambda output: output.square().mean())
         graphopt.optimize(model, example, 1.0, backend="aot_eager")
     assert warned == []
+
+
+class Merging(nn.Module):
+    """Adds its adapter to the weight for inference, as loralib's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.merged = False
+
+    def train(self, mode: bool = True) -> Self:
+        if self.merged == mode:
+            with torch.no_grad():
+                self.base.weight += -self.adapter.weight if mode else self.adapter.weight
+            self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return (y if self.merged else y + self.adapter(x)).square().mean()
+
+
+def test_a_model_in_eval_mode_is_left_as_its_own_train_makes_it() -> None:
+    model, x = Merging().eval(), torch.randn(3, 4)
+    before = model(x)
+    graphopt.analyze(model, (x,), backend="aot_eager")
+    assert model.merged
+    assert not model.training
+    torch.testing.assert_close(model(x), before)
+
+
+@pytest.mark.parametrize("call", [graphopt.analyze, graphopt.optimize])
+def test_a_batch_dimension_of_no_input_is_refused(call: Callable[..., object]) -> None:
+    model, x = Merging(), torch.randn(3, 4)
+    for inputs, name in (({"x": x}, "X"), ((x,), "x"), ((x,), 1)):
+        with pytest.raises(InputError, match=f"batch_dim names {name!r}, which is no input of the example"):
+            call(model, inputs, batch_dim={name: None}, backend="aot_eager")
+    graphopt.analyze(model, {"x": x}, batch_dim={"x": 0}, backend="aot_eager")
+    graphopt.analyze(model, (x,), batch_dim={0: 0}, backend="aot_eager")

@@ -5,6 +5,8 @@ A multiply-add is 2 FLOPs, as in `torch.utils.flop_counter`. Element-wise work i
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,20 @@ def _grouped_backward(left: Any, right: Any, *args: Any, out_shape: Any = None, 
     return 2 * _grouped(left, right)
 
 
+def _trilinear(first: Any, second: Any, third: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """Of `nn.Bilinear` and of each of its gradients: 2 * B * out * in1 * in2. Each tensor lacks the dimensions in `args`."""
+    rank = len(first) + len(args[0])
+    sizes: dict[int, Any] = {}
+    for shape, lacks in zip((first, second, third), args, strict=False):
+        sizes.update(zip((d for d in range(rank) if d not in lacks), shape, strict=True))
+    return 2 * math.prod(sizes.values())
+
+
+def _distances(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
+    """Of (M, D) and (N, D), as one product of rows with two entries more: 2 * M * N * (D + 2)."""
+    return 2 * math.prod(left[:-1]) * right[-2] * (left[-1] + 2)
+
+
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "transformers.grouped_mm_fallback": _grouped,
     "transformers.grouped_mm_fallback_backward": _grouped_backward,
@@ -71,6 +87,8 @@ ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten.addmv: _added_matrix_vector,
     aten.dot: _inner_product,
     aten._grouped_mm: _grouped,
+    aten._trilinear: _trilinear,
+    aten._euclidean_dist: _distances,
     torch.ops.graphopt.combine_rows: combine_rows_flops,
     torch.ops.graphopt.by_tokens: by_tokens_flops,
 }
@@ -88,11 +106,13 @@ def _shape(value: Any) -> Any:
 def node_flops(node: fx.Node) -> Any:
     """FLOPs of a node of an ATen graph: an int, or a symbolic int where its shapes are symbolic.
 
-    Nodes are read through `meta["val"]`; operators without a formula cost 0.
+    Nodes are read through `meta["val"]`; operators without a formula cost 0, and `torch.cond` what its dearest branch does.
     """
-    packet = getattr(node.target, "overloadpacket", None)
-    if node.op != "call_function" or packet is None:
+    if node.op != "call_function":
         return 0
+    if node.target is torch.ops.higher_order.cond:
+        return functools.reduce(torch.sym_max, (_graph_flops(branch) for branch in _graphs_of(node)), 0)
+    packet = getattr(node.target, "overloadpacket", node.target)
     if (named := _BY_NAME.get(str(packet))) is not None:
         ADDED_FORMULAS[packet] = named  # for those who count with it
     if packet in ADDED_FORMULAS:
@@ -105,5 +125,17 @@ def node_flops(node: fx.Node) -> Any:
     return formula(*args, **kwargs, out_val=node.meta["val"])
 
 
+def _graphs_of(node: fx.Node) -> list[fx.Graph]:
+    """The graphs that a node takes as arguments, as far as its own graph's module is known."""
+    owner = node.graph.owning_module
+    names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr" and owner is not None]
+    found = [getattr(owner, name, None) for name in names]
+    return [module.graph for module in found if isinstance(module, fx.GraphModule)]
+
+
+def _graph_flops(graph: fx.Graph) -> Any:
+    return sum(node_flops(node) for node in graph.nodes)
+
+
 def _value(x: Any) -> Any:
-    return x.meta["val"] if isinstance(x, fx.Node) else x
+    return x.meta.get("val") if isinstance(x, fx.Node) else x

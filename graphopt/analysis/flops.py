@@ -100,7 +100,7 @@ class FlopProfile:
 
     @property
     def step(self) -> int:
-        """FLOPs of forward and backward; what `FlopCounterMode` counts on eager execution."""
+        """FLOPs of forward and backward; what `FlopCounterMode` counts of the traced operators."""
         return self.forward + self.backward
 
     @cached_property

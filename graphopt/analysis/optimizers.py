@@ -111,16 +111,16 @@ def optimizer_memory(
         masters = [(p.name, "float32 master copy", 4 * math.prod(p.shape)) for p in half]
         parameters = [Trained(p.name, p.shape, torch.float32) if p in half else p for p in parameters]
     if isinstance(optimizer, str) and optimizer in _EIGHT_BIT:
-        return OptimizerMemory(optimizer, (*masters, *_eight_bit_states(parameters, _EIGHT_BIT[optimizer])))
-    name, factory = _factory(optimizer, device)
-    if not parameters:  # all gradients are compressed, say, and torch's optimizers refuse to hold nothing
-        return OptimizerMemory(name)
-    found = _recorded(name, factory, parameters, device)
+        found = OptimizerMemory(optimizer, tuple(_eight_bit_states(parameters, _EIGHT_BIT[optimizer])), ("step",))
+    else:
+        name, factory = _factory(optimizer, device)
+        # All gradients are compressed, say: torch's optimizers refuse to hold nothing.
+        found = _recorded(name, factory, parameters, device) if parameters else OptimizerMemory(name)
     shift = len(masters)
     operators = (*(f"float32 gradient of {p}" for p, _, _ in masters), *found.operators)
     upcast = [Temporary(operators[i], (), "torch.float32", size, i, len(operators) - 1) for i, (_, _, size) in enumerate(masters)]
     shifted = [replace(t, born=t.born + shift, last=t.last + shift) for t in found.temporaries]
-    return OptimizerMemory(name, (*masters, *found.states), operators, (*upcast, *shifted))
+    return OptimizerMemory(found.name, (*masters, *found.states), operators, (*upcast, *shifted))
 
 
 def named_optimizer(name: str, device: torch.device) -> OptimizerFactory:
@@ -136,7 +136,12 @@ def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactor
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer)
         known = inspect.signature(kind).parameters
-        defaults = {k: v for k, v in optimizer.defaults.items() if k in known}  # AdamW's hold an option of Adam's
+        every = any(p.kind is p.VAR_KEYWORD for p in known.values())
+        defaults: dict[str, Any] = {
+            name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value  # a learning rate may be a tensor
+            for name, value in optimizer.defaults.items()
+            if every or name in known  # AdamW's hold an option of Adam's
+        }
         return kind.__name__, lambda p: kind(p, **defaults)
     if callable(optimizer):
         return getattr(optimizer, "__name__", "optimizer"), optimizer

@@ -230,7 +230,9 @@ def _cross_attention_scale(graph: TrainingGraph, nodes: list[fx.Node], weights: 
         if any(n in weights for n in node.all_input_nodes):
             continue
         fused = "attention" in str(node.target)
-        factors = node.args[1:] if node.target is aten.baddbmm.default else node.args  # its first argument is added
+        factors = node.args[1:] if node.target in (aten.addmm.default, aten.baddbmm.default) else node.args  # the first is added
+        if any(len(_shape_of(factor)) < 2 for factor in factors[:2]):
+            continue
         queries = graph.formula(_shape_of(factors[0])[-2])
         for operand in factors[1:3] if fused else factors[1:2]:
             source = _made_by(operand, products)

@@ -16,7 +16,7 @@ from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_me
 from graphopt.compat import expression, output_list
 from graphopt.compat.inductor_program import inductor_programs
 from graphopt.errors import InputError
-from graphopt.graph import BATCH, TrainingGraph
+from graphopt.graph import TrainingGraph
 from graphopt.specialise import symbolic
 from graphopt.transforms.partition import Halves, split
 from graphopt.transforms.symbolic_zeros import for_loss_alone
@@ -132,7 +132,7 @@ class _Builder:
             return sympy.Integer(value)
         key = value if isinstance(value, sympy.Expr) else expression(value)
         if key not in self.formulas:
-            self.formulas[key] = key.subs(dict.fromkeys(self.graph.symbols, BATCH))
+            self.formulas[key] = self.graph.formula(key)
         return self.formulas[key]
 
     def _add_inputs(self, end: int) -> None:

@@ -25,6 +25,7 @@ from rich.table import Table
 
 import graphopt
 from graphopt.bench.glosses import Batch, Glosses, accuracy, label_numbers, minilm_folder, pretrained_minilm, rate_factor
+from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 
 COLOURS = {"full": "#1f5fa8", "budget": "#d9541e"}
@@ -46,7 +47,7 @@ def run_every(args: argparse.Namespace, run_one: Callable[..., dict], labels: di
     if args.resume and file.exists():
         earlier = json.loads(file.read_text())
         if not isinstance(earlier, dict) or earlier["settings"] != settings:
-            raise SystemExit(f"{file} holds results of other settings: name another folder with --out.")
+            raise InputError(f"{file} holds results of other settings: name another folder with --out.")
         results = earlier["results"]
     minilm_folder()
     quiet_transformers()

@@ -229,11 +229,11 @@ def unsynced_tracing_context(fake_mode: Any) -> Iterator[Any]:
 
 
 def expression(value: Any) -> sympy.Expr:
-    """The sympy expression of an int or a symbolic int, with every replacement known to its shape environment."""
+    """The expression of an int or a symbolic int, with every replacement known to its shape environment; others as they are."""
     if isinstance(value, torch.SymInt):
         node = value.node
         return node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr
-    return sympy.Integer(value)
+    return value if isinstance(value, sympy.Expr) else sympy.Integer(value)
 
 
 def run_on_metadata(target: Any, args: Any, kwargs: Mapping[str, Any], fake_mode: Any = None) -> Any:

@@ -110,9 +110,11 @@ def _program(
 ) -> Program:
     from torch._dynamo.exc import BackendCompilerFailed
     from torch._inductor import config
-    from torch._inductor.graph import GraphLowering
+    from torch._inductor.graph import GraphLowering, SubgraphLowering
 
     def stop(self: Any) -> Any:
+        if isinstance(self, SubgraphLowering):  # a branch of torch.cond, within the program
+            return generate(self)
         generate(self)
         raise _Generated(_read(self))
 

@@ -28,6 +28,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
         model.train()
         yield
     finally:
+        model.train(False)  # an override may have changed weights, as adapters that are merged for inference do
         for module, flag in flags.items():
             module.training = flag
 

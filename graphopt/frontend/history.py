@@ -14,7 +14,7 @@ from graphopt.compat.fsdp import passes_gradients_on
 def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
     """Whether a gradient of `tensor` goes on to a leaf that is wanted.
 
-    Where that cannot be seen, because a Python function or a hook is on the way, it does.
+    Where that cannot be seen, because a Python function is on the way, it does, and so where the tensor itself has a hook.
 
     Args:
         wanted: of a leaf, whether its gradient is.

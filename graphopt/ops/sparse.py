@@ -21,7 +21,7 @@ def combine_rows(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
     Args:
         table: (M, N), in any memory layout; a transposed one is copied.
         indices: (R, E) int32 rows of `table`.
-        weights: (R, E) floating point, rounded to the type of `table`.
+        weights: (R, E) floating point; rounded to the type of `table` on CPUs, to float32 at most by the CUDA kernel.
     Returns:
         (R, N) in the type of `table`; 2 R E N FLOPs.
     """

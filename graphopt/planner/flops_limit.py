@@ -129,7 +129,7 @@ class FlopsLimit:
             saved = self.saved(frozenset(selection.names))
             flops = self.profile.forward + selection.backward_flops - saved
             if flops <= self.most and (found is None or selection.value > found.value):
-                found = replace(selection, flops_ratio=self.part(flops))
+                found = selection
             if saved == spare or (found is not None and saved < spare):
                 break
             spare = saved
@@ -154,7 +154,6 @@ class FlopsLimit:
             selection,
             names=tuple(self.profile.order[k] for k in chosen),
             backward_flops=self.profile.cost(names),
-            flops_ratio=self.part(self.step_flops(names)),
             value=math.fsum(values[k] for k in chosen),
         )
 
@@ -169,8 +168,8 @@ class FlopsLimit:
             raise self._infeasible()
         value = values[self.profile.order.index(name)]
         if value <= 0:
-            return Selection((), 0, self.part(self.profile.forward), 0.0, "the cheapest tensor", math.inf)
-        return Selection((name,), self.profile.cost([name]), self.part(flops), value, "the cheapest tensor", math.inf)
+            return Selection((), 0, 0.0, "the cheapest tensor", math.inf)
+        return Selection((name,), self.profile.cost([name]), value, "the cheapest tensor", math.inf)
 
     @cached_property
     def smallest(self) -> float:

@@ -108,8 +108,7 @@ def planned(
     if not keep_selection and (len(trained) < len(names) or plan.train is not None):
         value = math.fsum(problem.importance[k] for k in allocation.train)
         cost = problem.costs.cost(allocation.train)
-        ratio = problem.costs.part(problem.costs.forward_flops + cost)
         before = (None, None) if plan.selection is None else (plan.selection.missed, plan.selection.raised)
-        selection = Selection(trained, cost, ratio, value, "one program for FLOPs and memory", allocation.gap, *before)
+        selection = Selection(trained, cost, value, "one program for FLOPs and memory", allocation.gap, *before)
         plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
     return adopted(plan, Found(smaller, recomputed, problem.merged))

@@ -83,8 +83,9 @@ def trade_offs(
         )
     if not found:
         raise BudgetError("no plan of this model was found that trains anything.")
-    points = sorted(set(found.values()), key=lambda p: (p.flops_ratio, p.peak_bytes))
-    return tuple(p for p in points if not any(_better(q, p) for q in points))
+    simplest_last = sorted(found.values(), key=lambda p: -p.compressed - p.recomputed)
+    points = {(p.flops_ratio, p.peak_bytes, p.importance): p for p in simplest_last}
+    return tuple(points[at] for at in sorted(points) if not any(_better(q, points[at]) for q in points.values()))
 
 
 def _limits(smallest: float, problem: Problem) -> Iterator[tuple[int, int]]:
@@ -98,7 +99,7 @@ def _limits(smallest: float, problem: Problem) -> Iterator[tuple[int, int]]:
     least_flops = int(smallest * problem.costs.step_flops) + 1
     for i in range(STEPS):
         for j in range(STEPS):
-            flops = least_flops + (most_flops - least_flops) * (i + 1) // STEPS
+            flops = least_flops + (most_flops - least_flops) * i // (STEPS - 1)
             yield flops, least + (most - least) * j // (STEPS - 1)
 
 

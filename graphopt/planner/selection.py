@@ -27,7 +27,6 @@ class Selection:
     Attributes:
         names: of the tensors (m in the paper).
         backward_flops: exact FLOPs of the backward nodes of the captured graph that stay alive (`backward_cone`, sigma(m)).
-        flops_ratio: of the step, over a full one.
         value: sum of the importance.
         solver: what found it.
         gap: how far, relatively, the value may be from the optimum; inf if not proven.
@@ -39,7 +38,6 @@ class Selection:
 
     names: tuple[str, ...]
     backward_flops: int
-    flops_ratio: float
     value: float
     solver: str
     gap: float
@@ -102,11 +100,9 @@ def infeasible(costs: BackwardCosts, flops_ratio: float) -> BudgetError:
 
 
 def _selection(costs: BackwardCosts, importance: Sequence[float], chosen: Sequence[int], solver: str, gap: float) -> Selection:
-    backward = costs.cost(chosen)
     return Selection(
         names=tuple(costs.names[i] for i in sorted(chosen)),
-        backward_flops=backward,
-        flops_ratio=costs.part(costs.forward_flops + backward),
+        backward_flops=costs.cost(chosen),
         value=math.fsum(importance[i] for i in chosen),
         solver=solver,
         gap=gap,

@@ -34,7 +34,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What optimisation did, at the batch size of the last step (before the first, of the example); FLOPs are 2 per multiply-add.
+    """What optimisation did, at the batch size of the example that the plan was made on (of the last step, where steps are
+    sampled); FLOPs are 2 per multiply-add.
 
     Attributes:
         budget: the limits asked for.

@@ -43,8 +43,8 @@ def compare_values(ours: Mapping[str, Tensor], eager: Mapping[str, Tensor], tole
         found = ours[name]
         if found.shape != wanted.shape:
             return Agreement(float("inf"), f"{name} has shape {list(found.shape)}, eager's has {list(wanted.shape)}")
-        theirs = _wide(wanted)
-        error = _largest((_wide(found) - theirs).abs() / (1 + theirs.abs()), _same(_wide(found), theirs))
+        mine, theirs = wide(found.detach()), wide(wanted.detach())
+        error = _largest((mine - theirs).abs() / (1 + theirs.abs()), _same(mine, theirs))
         worst = max(worst, error)
         if not error <= tolerance:
             return Agreement(error, f"{name} differs from eager's by {error:.2e}")
@@ -52,7 +52,11 @@ def compare_values(ours: Mapping[str, Tensor], eager: Mapping[str, Tensor], tole
 
 
 def compare_gradients(
-    ours: Mapping[str, Tensor | None], eager: Mapping[str, Tensor | None], computed: Iterable[str], tolerance: float
+    ours: Mapping[str, Tensor | None],
+    eager: Mapping[str, Tensor | None],
+    computed: Iterable[str],
+    tolerance: float,
+    what: str = "the gradient",
 ) -> Agreement:
     """Compare gradients by name, in order of `ours`.
 
@@ -60,6 +64,7 @@ def compare_gradients(
         ours, eager: None where there is no gradient.
         computed: names of those that are to be there; the others must be None in `ours`.
         tolerance: relative to the largest entry of eager's gradients.
+        what: is compared, for the message.
     """
     kept = set(computed)
     scale = largest_entry(g for g in eager.values() if g is not None)
@@ -71,14 +76,14 @@ def compare_gradients(
             continue
         wanted = eager.get(name)
         if found is None or wanted is None:
-            return Agreement(float("inf"), f"the gradient of {name} is missing")
+            return Agreement(float("inf"), f"{what} of {name} is missing")
         if found.shape != wanted.shape:
-            return Agreement(float("inf"), f"the gradient of {name} is {list(found.shape)}, eager's {list(wanted.shape)}")
-        theirs = _wide(wanted)
-        error = _largest((_wide(found) - theirs).abs(), _same(_wide(found), theirs)) / scale
+            return Agreement(float("inf"), f"{what} of {name} is {list(found.shape)}, eager's {list(wanted.shape)}")
+        mine, theirs = wide(found.detach()), wide(wanted.detach())
+        error = _largest((mine - theirs).abs(), _same(mine, theirs)) / scale
         worst = max(worst, error)
         if not error <= tolerance:
-            return Agreement(error, f"the gradient of {name} differs from eager's by {error:.2e} of the largest entry")
+            return Agreement(error, f"{what} of {name} differs from eager's by {error:.2e} of the largest entry")
     return Agreement(worst)
 
 
@@ -86,15 +91,14 @@ def largest_entry(gradients: Iterable[Tensor]) -> float:
     """The largest magnitude among finite entries; 1 if there is none but zero."""
     largest = 0.0
     for gradient in gradients:
-        wide = _wide(gradient).abs()
-        largest = max(largest, _largest(wide, ~wide.isfinite()))
+        values = wide(gradient.detach()).abs()
+        largest = max(largest, _largest(values, ~values.isfinite()))
     return largest or 1.0
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """In float64, dense, a complex number as two."""
-    value = tensor.detach()
-    value = value.to_dense() if value.layout != torch.strided else value
+def wide(tensor: Tensor) -> Tensor:
+    """In float64, dense, a complex number as two; differentiable."""
+    value = tensor.to_dense() if tensor.layout != torch.strided else tensor
     return torch.view_as_real(value.resolve_conj()).double() if value.is_complex() else value.double()
 
 

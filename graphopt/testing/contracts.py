@@ -24,7 +24,7 @@ from graphopt.passes import Pass, PassReport, Preserves, run_pass
 from graphopt.passes.base import Projected
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
-from graphopt.testing.compare import TOLERANCE, compare_values
+from graphopt.testing.compare import TOLERANCE, compare_values, wide
 from graphopt.testing.gradients import Wanted, compare_gradients, compare_mean
 from graphopt.transforms.symbolic_zeros import expected_results, for_loss_alone
 
@@ -137,16 +137,22 @@ def _check(
     symbolic: bool,
 ) -> PassCheck:
     def cast(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        return leaf.to(dtype.to_complex() if leaf.is_complex() else dtype)
+
+    def cast_copy() -> nn.Module:
+        copied = copy.deepcopy(model)
+        for tensor in (*copied.parameters(), *copied.buffers()):
+            tensor.grad, tensor.data = None, cast(tensor.data)
+        return copied
 
     name = " + ".join(rewrite.name for rewrite, _ in passes)
     kinds = {rewrite.preserves for rewrite, _ in passes}
-    reference, candidate = copy.deepcopy(model).to(dtype), copy.deepcopy(model).to(dtype)
+    reference, candidate = cast_copy(), cast_copy()
     args, kwargs = pytree.tree_map(cast, as_call(inputs))
     graph = captured or capture_to_run(candidate, args, kwargs, batch_dim, symbolic)
     rewritten, reports = _rewritten(passes, graph)
-    for parameter in (*reference.parameters(), *candidate.parameters()):
-        parameter.grad = None
     projected = next((rewrite for rewrite, _ in passes if isinstance(rewrite, Projected)), None)
     given: dict[InputDesc, Tensor] = {}
     if projected is not None:
@@ -232,7 +238,7 @@ def compiled(
 def _differentiable(outputs: Sequence[Any], chosen: Collection[int] | None) -> Tensor:
     """A scalar that depends on every differentiable output, or on those at positions `chosen` alone."""
     parts = [t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad and (chosen is None or i in chosen)]
-    return torch.stack([t.double().square().sum() + t.double().sum() for t in parts]).sum()
+    return torch.stack([t.square().sum() + t.sum() for t in map(wide, parts)]).sum()
 
 
 def _compare_results(

@@ -13,6 +13,8 @@ from graphopt.compat import InputDesc
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes.base import Projected
+from graphopt.testing import compare
+from graphopt.testing.compare import Agreement
 
 STANDARD_ERRORS = 6.0
 """Distance of the mean over draws from eager's gradient that is refused; by chance it happens once in many million times."""
@@ -23,14 +25,14 @@ class Wanted:
     """What the gradients of a step must be.
 
     Attributes:
-        ordinary: eager's gradients, by parameter, of those that the graph computes as they are.
-        images: those of compressed weights.
-        scale: the largest entry of eager's gradients.
+        eager: eager's gradients, by parameter.
+        ordinary: parameters whose gradients the graph computes as they are.
+        images: gradients of compressed weights.
     """
 
-    ordinary: dict[str, Tensor]
+    eager: dict[str, Tensor]
+    ordinary: tuple[str, ...]
     images: dict[InputDesc, Tensor]
-    scale: float
 
     @classmethod
     def of(
@@ -38,50 +40,47 @@ class Wanted:
     ) -> Wanted:
         """From the gradients of an eager model."""
         eager = {n: p.grad for n, p in reference.named_parameters(remove_duplicate=False) if p.grad is not None}
-        kept = [name for name in graph.gradients() if name not in graph.compressed]
         missing = sorted(set(graph.gradients()) - set(eager))
         if missing:
             raise PassError(f"the graph computes a gradient of {missing[0]}, which has none in eager mode.")
         images = {}
         if projected is not None:
-            images = {d: projected.image(d.target, given, eager).double() for d in given if d.kind == "compressed"}
-        scale = max((float(g.abs().max()) for g in eager.values()), default=1.0) or 1.0
-        return cls({name: eager[name].double() for name in kept}, images, scale)
+            images = {d: projected.image(d.target, given, eager) for d in given if d.kind == "compressed"}
+        return cls(eager, tuple(name for name in graph.gradients() if name not in graph.compressed), images)
+
+    def agreement(self, candidate: nn.Module, given: Mapping[InputDesc, Tensor], tolerance: float) -> Agreement:
+        """How far the gradients of a step are what they must be, each image in units of its own largest entry."""
+        found = {n: p.grad for n, p in candidate.named_parameters()}
+        agreements = [compare.compare_gradients(found, self.eager, self.ordinary, tolerance)]
+        for desc, wanted in self.images.items():
+            name, what = str(desc.target), "the compressed gradient"
+            agreements.append(compare.compare_gradients({name: given[desc].grad}, {name: wanted}, [name], tolerance, what))
+        return next((a for a in agreements if a.difference), max(agreements, key=lambda a: a.error))
 
     def pairs(self, candidate: nn.Module, given: Mapping[InputDesc, Tensor]) -> list[tuple[str, Tensor, Tensor, float]]:
-        """(name, gradient, what it must be, size against which differences are seen), for every gradient of a step.
+        """(name, gradient, what it must be, size against which differences are seen), for every gradient of a step, in float64.
 
         Raises:
-            PassError: one is missing, of another shape, or there although the graph computes none.
+            PassError: one is missing, of another shape, not finite, or there although the graph computes none.
         """
+        if difference := self.agreement(candidate, given, math.inf).difference:
+            raise PassError(f"{difference}.")
         parameters = dict(candidate.named_parameters(remove_duplicate=False))
-        names = {id(parameters[name]) for name in self.ordinary}
-        for name, parameter in parameters.items():
-            if parameter.grad is not None and id(parameter) not in names:
-                raise PassError(f"{name} has a gradient although the graph computes none.")
-        found = []
-        for name, wanted in self.ordinary.items():
-            found.append((f"the gradient of {name}", parameters[name].grad, wanted, self.scale))
+        scale = compare.largest_entry(self.eager.values())
+        found = [(f"the gradient of {n}", parameters[n].grad, self.eager[n], scale) for n in self.ordinary]
         for desc, wanted in self.images.items():
-            size = float(wanted.abs().max()) or 1.0
-            found.append((f"the compressed gradient of {desc.target}", given[desc].grad, wanted, size))
-        for what, gradient, wanted, _ in found:
-            if gradient is None or gradient.shape != wanted.shape:
-                raise PassError(f"{what} is missing, or is not {tuple(wanted.shape)}.")
-        return [(what, gradient.double(), wanted, size) for what, gradient, wanted, size in found if gradient is not None]
+            found.append((f"the compressed gradient of {desc.target}", given[desc].grad, wanted, compare.largest_entry([wanted])))
+        return [(what, compare.wide(g), compare.wide(wanted), size) for what, g, wanted, size in found if g is not None]
 
 
 def compare_gradients(
     name: str, wanted: Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor], tolerance: float
 ) -> float:
     """Compare gradients with what they must be; returns the largest relative difference."""
-    worst = 0.0
-    for what, gradient, exact, size in _pairs(name, wanted, candidate, given):
-        error = float((gradient - exact).abs().max()) / size if exact.numel() else 0.0
-        worst = max(worst, error)
-        if not error <= tolerance:
-            raise PassError(f"{name}: {what} differs from eager's (or its image) by {error:.2e} of the largest entry.")
-    return worst
+    found = wanted.agreement(candidate, given, tolerance)
+    if found.difference:
+        raise PassError(f"{name}: {found.difference}.")
+    return found.error
 
 
 def compare_mean(

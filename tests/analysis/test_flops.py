@@ -1,16 +1,18 @@
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 from graphopt.passes import GreenTrainer, Recompute, run_pass
 from hypothesis import given, settings, strategies as st
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt import InputError
-from graphopt.analysis.flop_formulas import ADDED_FORMULAS
+from graphopt.analysis.flop_formulas import ADDED_FORMULAS, node_flops
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.segments import find_segments
 from graphopt.capture import capture, capture_to_run
@@ -105,6 +107,63 @@ def test_operators_that_torch_does_not_count_are_counted() -> None:
     flops = graphopt.analyze(Products(), (torch.randn(4, 6),)).flops
     assert flops.forward == 2 * 4 * 6 + 2 * 6
     assert flops.backward == 2 * 4 * 6
+
+
+class Branches(nn.Module):
+    """One product in one branch, two in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.below(x)
+        once, twice = lambda h: self.inner(h).relu(), lambda h: self.inner(self.inner(h)).sin()
+        return torch.cond(h.sum() > 0, once, twice, (h,)).square().mean()
+
+
+def test_a_condition_costs_what_its_dearest_branch_does() -> None:
+    flops = graphopt.analyze(Branches(), (torch.randn(4, 8),), backend="aot_eager").flops
+    product = 2 * 4 * 8 * 8
+    assert flops.forward == 3 * product
+    # The branch computes both products again, then two gradients of each; the weight below has its own alone.
+    assert flops.backward == (2 + 4 + 1) * product
+    assert flops.formulas["forward"] == 3 * product // 4 * BATCH
+
+
+def test_flex_attention_is_counted_as_torch_counts_it() -> None:
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in "qkv"]
+    for node in nodes:
+        node.meta["val"] = torch.empty(2, 3, 16, 8)
+    block = graph.get_attr("sdpa_score")
+    node = graph.call_function(flex_attention, (*nodes, block))
+    node.meta["val"] = (torch.empty(2, 3, 16, 8),)
+    assert node_flops(node) == 2 * (2 * 2 * 3 * 16 * 16 * 8)
+    node.target = torch.ops.higher_order.cond  # without a module, its branches are unknown
+    assert node_flops(node) == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "forward"),
+    [(lambda h: nn.functional.bilinear(h, h, torch.ones(3, 8, 8)), 2 * 30 * 3 * 8 * 8),
+     (lambda h: torch.cdist(h, h), 2 * 30 * 30 * (8 + 2))],
+)  # fmt: skip
+def test_products_within_one_operator_are_counted(layer: Callable[[Tensor], Tensor], forward: int) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.below = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return layer(self.below(x)).mean()
+
+    model, x = Layers(), torch.randn(30, 8)
+    flops = graphopt.analyze(model, (x,), backend="aot_eager").flops
+    assert flops.forward == 2 * 30 * 8 * 8 + forward
+    with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
+        model(x).backward()
+    assert flops.step == counter.get_total_flops()
 
 
 def test_products_of_experts_are_counted_whoever_multiplies_them() -> None:

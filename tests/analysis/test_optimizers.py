@@ -52,6 +52,29 @@ def test_master_weights_add_copies_and_float32_states() -> None:
     assert max(t.size for t in master.temporaries) >= 4 * 100
 
 
+def test_float32_gradients_of_master_weights_are_there_in_8_bit_too() -> None:
+    half = [Trained("w", (128, 64), torch.bfloat16), Trained("v", (100,), torch.bfloat16)]
+    loop, eight = (optimizer_memory(name, half, CPU, master_weights=True) for name in ("adamw-loop", "adamw8bit"))
+    gradients = [t for t in eight.temporaries if t.name.startswith("float32 gradient")]
+    assert [t.size for t in gradients] == [4 * 128 * 64, 4 * 100]
+    assert [(t.name, t.size, t.born) for t in gradients] == [(t.name, t.size, t.born) for t in loop.temporaries[:2]]
+    assert all(t.last == len(eight.operators) - 1 for t in gradients)
+
+
+class Passing(torch.optim.SGD):
+    """An optimizer that hands its options on."""
+
+    def __init__(self, params: list[nn.Parameter], **options: float) -> None:
+        super().__init__(params, **options)
+
+
+def test_a_learning_rate_may_be_a_tensor_and_options_may_have_no_names() -> None:
+    given = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=torch.tensor(1e-3))
+    assert optimizer_memory(given, TRAINED, CPU).states == optimizer_memory("adamw-loop", TRAINED, CPU).states
+    momentum = optimizer_memory(Passing([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9), TRAINED, CPU)
+    assert momentum.states == optimizer_memory("momentum", TRAINED, CPU).states
+
+
 def test_an_optimizer_or_a_function_is_taken_as_it_is() -> None:
     given = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.5)
     assert sum(s for *_, s in optimizer_memory(given, TRAINED, CPU).states) == 4 * sum(64 * 33 for _ in "a") + 4 * (33 + 128 * 64)

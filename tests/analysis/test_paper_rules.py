@@ -175,3 +175,21 @@ def test_rules_per_tensor_on_a_toy_model() -> None:
     assert profile.forward // 2 == tokens * 6 + 2 * tokens * 6 + tokens * 6 * 5 + tokens * 5
     assert profile.cost(["norm.weight"]) // 2 == tokens * 6 + tokens * 6 * 5 + tokens * 6
     assert profile.at(6).step - 2 * 11 * 6 == 2 * (profile.step - 2 * 11 * 6)
+
+
+class Vectors(nn.Module):
+    """Products of activations, some of them vectors; one that an activation is added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        total, scores = h.sum(1), torch.addmm(h.sum(1), h, h.t())
+        return torch.dot(total, total) + scores.softmax(-1).square().mean() + h.t().mv(total).mean()
+
+
+def test_products_of_vectors_and_of_what_is_added_are_counted_as_others() -> None:
+    profile = paper_profile(capture(Vectors(), (torch.randn(4, 8),)))
+    assert profile.forward // 2 == 4 * 8 * 8 + 4 + 4 * 8 * 4 + 4 * 8

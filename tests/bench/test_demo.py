@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from graphopt import InputError
 from graphopt.bench import demo
 from graphopt.bench.glosses import rate_factor
 from graphopt.cli import app
@@ -57,7 +58,7 @@ def test_results_of_other_settings_are_neither_mixed_nor_lost(run_every: Any, tm
         return {"seed": seed, "length": args.length}
 
     kept = run_every(settings(tmp_path), one)
-    with pytest.raises(SystemExit, match="other settings: name another folder"):
+    with pytest.raises(InputError, match="other settings: name another folder"):
         run_every(settings(tmp_path, length=16), one)
     assert run_every(settings(tmp_path), one) == kept
     assert run_every(settings(tmp_path, length=16, resume=False), one)[0]["length"] == 16

@@ -87,7 +87,6 @@ def test_what_reordered_products_save_trains_more_and_no_step_takes_more_than_th
             assert not alone
             continue
         assert limit.step_flops(frozenset(found.names)) <= percent / 100 * profile.step
-        assert found.flops_ratio == limit.step_flops(frozenset(found.names)) / profile.step
         assert len(found.names) >= alone
         gained += len(found.names) > alone
     assert gained > 3
