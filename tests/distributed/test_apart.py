@@ -13,8 +13,8 @@ from tests.distributed.spawned import results
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return results(work_apart.work)
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return results(work_apart.work, str(tmp_path_factory.mktemp("apart")))
 
 
 def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> None:
@@ -61,3 +61,11 @@ def test_a_backward_that_fails_leaves_what_had_gathered(ranks: list[dict[str, An
         assert error.startswith("MemoryError")
         assert_close(after, before)
         assert apart == 0
+
+
+def test_a_state_that_is_refused_on_one_rank_changes_nothing_on_the_others(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        for (error, lr, states), why in zip(found["refused"], ("it holds no state of this AdamW", "is damaged"), strict=True):
+            assert error.startswith("InputError: " + ("" if rank else "on rank 1: "))
+            assert why in error
+            assert (lr, states) == (0.7, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,9 +69,9 @@ def steps_of(
     return begin(asked, Diverted.of(of), torch.optim.SGD(of.parameters(), lr=0.1), every, lambda opt, steps: None)
 
 
-def work(rank: int) -> dict[str, Any]:
+def work(rank: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"refused": refused(rank, mesh, folder)}
     for claim in (failed_kind, bucket_views, zeros, orders, failed_backward):
         found[claim.__name__] = claim(rank, mesh)
     return found
@@ -140,3 +141,23 @@ def failed_backward(rank: int, mesh: Any) -> Any:
     after = gradients(of)
     opt(batch(rank, seed=2)).backward()
     return error, before, after, apart(of)
+
+
+def refused(rank: int, mesh: Any, folder: str) -> Any:
+    """Rank 1 cannot read its state file; then the optimizer of rank 1 refuses the state."""
+    of = two()
+    opt = graphopt.optimize(of, (batch(rank),), mesh=mesh, **MESH)
+    trained = torch.optim.AdamW(of.parameters(), lr=0.1)
+    opt(batch(rank)).backward()
+    trained.step()
+    path = Path(folder) / f"state {rank}"
+    opt.save_state(path, trained)
+    found = []
+    for damage in (lambda: None, lambda: path.write_bytes(path.read_bytes()[: 200 if rank else None])):
+        optimizer = torch.optim.AdamW(of.parameters(), lr=0.7)
+        if not found and rank == 1:
+            optimizer.load_state_dict = lambda state: 1 / 0
+        damage()
+        error = error_of(lambda optimizer=optimizer: opt.load_state(path, optimizer))
+        found.append((error, optimizer.param_groups[0]["lr"], len(optimizer.state)))
+    return found
