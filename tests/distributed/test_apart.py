@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphopt.integrations.training_steps import ATTEMPTS
 from tests.distributed import work_apart
 from tests.distributed.spawned import results
 
@@ -69,3 +70,24 @@ def test_a_state_that_is_refused_on_one_rank_changes_nothing_on_the_others(ranks
             assert error.startswith("InputError: " + ("" if rank else "on rank 1: "))
             assert why in error
             assert (lr, states) == (0.7, 0)
+
+
+def test_a_step_is_left_out_by_all_ranks_without_an_optimised_model_too(ranks: list[dict[str, Any]]) -> None:
+    assert [found["not_finite"] for found in ranks] == [[False, False, True, False]] * 2
+
+
+def test_all_ranks_try_to_optimise_the_same_batches(ranks: list[dict[str, Any]]) -> None:
+    assert [found["kinds"] for found in ranks] == [[1] * ATTEMPTS] * 2
+
+
+def test_a_rank_that_gave_up_adapts_the_plan_with_the_others(ranks: list[dict[str, Any]]) -> None:
+    for (count, selected, apart), theirs in zip(ranks[0]["gives_up"], ranks[1]["gives_up"], strict=True):
+        assert (count, selected) == theirs[:2]
+        assert count == 3
+        assert apart == 0
+
+
+def test_a_wrapper_that_does_not_fit_is_an_error_of_the_first_step(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["wrapped"].startswith("InputError")
+        assert "find_unused_parameters=True" in found["wrapped"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from graphopt.budget import Budget
+from graphopt.distributed.ranks import Ranks
 from graphopt.integrations.asked import Asked, begin
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps, _kind
@@ -40,6 +42,13 @@ class Two(nn.Module):
         if adapted:
             hidden = hidden + self.up(self.down(hidden))
         return self.c(second(hidden)).square().mean()
+
+
+class Told(nn.Linear):
+    """Returns its loss as a Trainer's model does."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(x).square().mean()}
 
 
 def two(broken: bool = False, adapter: bool = False) -> Two:
@@ -72,7 +81,7 @@ def steps_of(
 def work(rank: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {"refused": refused(rank, mesh, folder)}
-    for claim in (failed_kind, bucket_views, zeros, orders, failed_backward):
+    for claim in (failed_kind, bucket_views, zeros, orders, failed_backward, not_finite, kinds, gives_up, wrapped):
         found[claim.__name__] = claim(rank, mesh)
     return found
 
@@ -161,3 +170,56 @@ def refused(rank: int, mesh: Any, folder: str) -> Any:
         error = error_of(lambda optimizer=optimizer: opt.load_state(path, optimizer))
         found.append((error, optimizer.param_groups[0]["lr"], len(optimizer.state)))
     return found
+
+
+def not_finite(rank: int, mesh: Any) -> list[bool]:
+    """A loss is NaN on rank 1 alone: under GRAPHOPT_DISABLE, and before there is an optimised model."""
+    found = []
+    for disabled in (True, False):
+        with mock.patch.dict("os.environ", {"GRAPHOPT_DISABLE": str(int(disabled))}):
+            of = Told(4, 1)
+            steps = steps_of(of)
+            steps._gave_up = not disabled
+            of(batch(rank) * (torch.nan if rank else 1))
+            found += [steps.opt is None, steps.all_losses_finite()]
+    return found
+
+
+def kinds(rank: int, mesh: Any) -> list[int]:
+    """No batch can be optimised; the second is of a kind that rank 1 has seen, and rank 0 has not."""
+    of = two()
+    ddp, steps, tried = DistributedDataParallel(of), steps_of(of), []
+
+    def make(of: Any) -> Any:
+        tried.append(1)
+        return Ranks().together(lambda: 1 / 0, "capturing the model")
+
+    steps._make = make
+    for sizes in ((6, 8), (8, 8), (6, 6), (6, 6)):
+        ddp(batch(rank, sizes[rank])).backward()
+    return tried
+
+
+def gives_up(rank: int, mesh: Any) -> Any:
+    """Rank 1 alone computes every batch by the original forward, from the first or the second on; tensors are selected anew."""
+    found = []
+    for at in (0, 1):
+        of = two()
+        ddp = DistributedDataParallel(of, find_unused_parameters=True)
+        steps = steps_of(of, 0.9, "auto", every=2)
+        for i in range(3):
+            if rank == 1 and i == at:
+                steps.opt = steps.opt or steps._make((batch(rank),))
+                steps._gave_up = True
+            ddp(batch(rank, seed=i)).backward()
+            steps.after_step()
+        found.append((steps.due.steps, sorted(steps.opt.selected), apart(of)))
+    return found
+
+
+def wrapped(rank: int, mesh: Any) -> str:
+    """DistributedDataParallel waits for the gradients of tensors that are not selected."""
+    of = two()
+    ddp = DistributedDataParallel(of)
+    steps_of(of, 0.9, "auto")
+    return error_of(lambda: ddp(batch(rank)))
