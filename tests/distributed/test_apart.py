@@ -91,3 +91,8 @@ def test_a_wrapper_that_does_not_fit_is_an_error_of_the_first_step(ranks: list[d
     for found in ranks:
         assert found["wrapped"].startswith("InputError")
         assert "find_unused_parameters=True" in found["wrapped"]
+
+
+def test_verifying_that_fails_on_one_rank_fails_on_all(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["verifying"] == "ZeroDivisionError: on rank 1: division by zero"
+    assert ranks[1]["verifying"] == "ZeroDivisionError: division by zero"

@@ -19,6 +19,7 @@ from graphopt.distributed.ranks import Ranks
 from graphopt.integrations.asked import Asked, begin
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps, _kind
+from graphopt.runtime.module import OptimizedModule
 from tests.distributed.work_ddp import error_of, gradients
 
 MESH: dict[str, Any] = {"passes": (), "backend": "aot_eager"}
@@ -81,7 +82,7 @@ def steps_of(
 def work(rank: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {"refused": refused(rank, mesh, folder)}
-    for claim in (failed_kind, bucket_views, zeros, orders, failed_backward, not_finite, kinds, gives_up, wrapped):
+    for claim in (failed_kind, bucket_views, zeros, orders, failed_backward, not_finite, kinds, gives_up, wrapped, verifying):
         found[claim.__name__] = claim(rank, mesh)
     return found
 
@@ -223,3 +224,10 @@ def wrapped(rank: int, mesh: Any) -> str:
     ddp = DistributedDataParallel(of)
     steps_of(of, 0.9, "auto")
     return error_of(lambda: ddp(batch(rank)))
+
+
+def verifying(rank: int, mesh: Any) -> str:
+    """Rank 1 cannot compare its step with eager autograd."""
+    fails = mock.patch.object(OptimizedModule, "first_difference", lambda *_: 1 / (1 - rank) and "")
+    with fails:
+        return error_of(lambda: graphopt.optimize(two(), (batch(rank),), verify=True, mesh=mesh, **MESH))
