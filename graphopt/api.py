@@ -25,6 +25,7 @@ from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
 from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph, require_same_weights
 from graphopt.distributed.predicted import averaged
+from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.sharded import budget_for, to_be_averaged
 from graphopt.distributed.tensor_parallel import is_divided, require_ranks, require_undivided
 from graphopt.distributed.together import ranks_for
@@ -113,7 +114,7 @@ def optimize(
         raise InputError("outputs='loss' keeps the model's own loss alone, of which loss= cannot compute another: leave one out.")
     if switched_off():
         require_no_mesh(mesh, f"{VARIABLE} is set")
-        return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss)
+        return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss, ranks=Ranks(group))
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
     args, kwargs = as_call(example_inputs, batch_dim)
@@ -139,7 +140,7 @@ def optimize(
                 raise PassError(f"{chosen[0].name} has nothing to work on: {why}.") from nothing
             require_no_mesh(mesh, why)
             logger.warning("%s. The model runs as torch.compile has it.", why)
-            return DisabledModule(model, budget, why, backend, loss, compiles=True)
+            return DisabledModule(model, budget, why, backend, loss, compiles=True, ranks=ranks)
         capture_seconds = time.perf_counter() - start
         if recording is not None or is_divided(model):
             chosen = for_parts(chosen, passes == "auto")
@@ -158,11 +159,12 @@ def optimize(
     opt.start_techniques()
     if verify:
         with training_mode(model):
-            difference = next(filter(None, ranks.gather(opt.first_difference(args, kwargs), "verifying")), "")
+            mine = ranks.together(lambda: opt.first_difference(args, kwargs), "verifying")
+            difference = next(filter(None, ranks.gather(mine, "verifying")), "")
         if difference:
             require_no_mesh(mesh, f"verify=True found that {difference}")
             logger.warning("the optimised step is not eager's: %s. The model is trained as it is.", difference)
-            return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss)
+            return DisabledModule(model, budget, f"verify=True found that {difference}", backend, loss, ranks=ranks)
     return opt
 
 
@@ -298,11 +300,7 @@ def plan(
 
 
 def worth(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    batch_dim: BatchDim = 0,
+    model: nn.Module, example_inputs: Any, *, optimizer: torch.optim.Optimizer | None = None, batch_dim: BatchDim = 0
 ) -> tuple[Worth, ...]:
     """What each fraction of a full step's FLOPs buys: how much of the value the best selection within it trains.
 

@@ -104,7 +104,7 @@ class Ranks:
             )
 
     def together(self, make: Callable[[], Value], what: str) -> Value:
-        """What `make` returns; where it fails on one rank, it fails on all, with an error of the same type."""
+        """What `make` returns; where it fails on one rank, it fails on all, with an error of the same type, or a base of it."""
         if self.size == 1:
             return make()
         try:
@@ -113,6 +113,7 @@ class Ranks:
             if not getattr(error, "told", False):
                 with contextlib.suppress(RankError):  # who is missing matters less than what went wrong
                     self._meet(None, error, what)
+                _told(error)  # nobody comes to tell of it again, where this is a part of something else
             raise
         self._meet(None, None, what)
         return value
@@ -217,13 +218,18 @@ _REMEDY = (
 def _described(error: Exception | None) -> tuple[type[Exception], str] | None:
     if error is None:
         return None
-    kind: type[Exception] = type(error)
+    kinds = [kind for kind in type(error).__mro__ if issubclass(kind, Exception)]
+    return next(filter(_from_a_message, kinds), Exception), str(error)
+
+
+def _from_a_message(kind: type[Exception]) -> bool:
+    """Whether other ranks can load the class, and make one of it."""
     try:
         pickle.loads(pickle.dumps(kind))
         kind("")
-    except Exception:  # a class that other ranks cannot load, or that takes more than a message
-        kind = RankError
-    return kind, str(error)
+    except Exception:
+        return False
+    return True
 
 
 def _raised(rank: int, failure: tuple[type[Exception], str], elsewhere: str) -> Exception:
@@ -235,5 +241,6 @@ def _raised(rank: int, failure: tuple[type[Exception], str], elsewhere: str) -> 
 
 def _told(error: Any) -> Any:
     """An error that every rank knows of."""
-    error.told = True
+    with contextlib.suppress(AttributeError):
+        error.told = True
     return error

@@ -7,6 +7,7 @@ A step is over when the optimizer has taken it: its own hook tells, whoever call
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Prepared:
         every, by_batches = asked.reselect_every, False
         if every is None and asked.reselects:
             every, by_batches = _batches(loader), True
+        self._by_epoch = by_batches
         self._steps = begin(asked, self._diverted, optimizer, every, self._made, by_batches=by_batches)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
         self._hook = inner.register_step_post_hook(self._after_step)
@@ -111,6 +113,8 @@ class Prepared:
         return self.opt
 
     def _made(self, opt: OptimizedModule, steps: TrainingSteps) -> None:
+        if self._by_epoch and steps.due is not None:
+            steps.due.every = _batches(_divided(self.loader)) or steps.due.every
         for due in (steps.merges_due, steps.due):
             if due is not None:
                 opt.controllers.add(due)
@@ -187,6 +191,13 @@ def prepare(
     if asked.compresses and inner is not optimizer:
         raise InputError(f"{type(optimizer).__name__} cannot step compressed gradients: call prepare() before it is made.")
     return Prepared(asked, model, optimizer, loader)
+
+
+def _divided(loader: Any) -> Any:
+    """What accelerate iterates over in the place of `loader`, which `accelerator.prepare` has divided among processes since."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    active = state().active_dataloader if state is not None and state._shared_state else None
+    return loader if getattr(active, "dataset", None) is not getattr(loader, "dataset", loader) else active
 
 
 def _batches(loader: Any) -> int | None:

@@ -21,7 +21,7 @@ from transformers.trainer_callback import CallbackHandler
 from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.compat.fsdp import is_sharded
-from graphopt.errors import GraphoptError, InputError, PassError
+from graphopt.errors import GraphoptError, InputError, PassError, RankError
 from graphopt.integrations.asked import Asked, begin, own_optimizer
 from graphopt.integrations.buckets import bucketed
 from graphopt.integrations.diverted import Diverted, DivertedCall
@@ -167,7 +167,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put the plan into the checkpoint that the Trainer has just written."""
-        if self.opt is None or self._steps is None or not state.is_world_process_zero:
+        if self.opt is None or self._steps is None or not args.should_save:
             return
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         try:
@@ -204,6 +204,8 @@ def _reads_loss_alone(model: nn.Module) -> bool:
 def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:
     try:
         opt.load_state(path)
+    except RankError:
+        raise
     except (OSError, GraphoptError) as error:
         steps.warn(f"the plan of the checkpoint is not resumed, a new one was made: {error}", "resume")
 

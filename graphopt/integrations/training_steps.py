@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphopt.calls import Call, as_call
 from graphopt.compat import pytree
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
 from graphopt.planner.rating import rule_of
@@ -142,6 +143,11 @@ class TrainingSteps:
             if due is not None:
                 due.steps = done
 
+    @property
+    def ranks(self) -> Ranks:
+        """Those that train the model together; before there is an optimised one, all processes, as `optimize` has it."""
+        return Ranks() if self.opt is None else self.opt.ranks
+
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a step: the output of the model, with a backward."""
         batch = _as_batch(original, args, self._numbers.as_tensors(kwargs))
@@ -151,6 +157,8 @@ class TrainingSteps:
         if output is None:
             if self.opt is not None and self.opt.ranks.several:
                 self.opt.drop_unselected()  # as on the other ranks, with whose gradients these are averaged
+                if self._batch is None:
+                    self._batch, self._autocast = batch, _autocast(batch)  # to adapt with them
             self.savings.last = 1.0
             self.savings.original += 1
             output = (original(*args, **kwargs),)
@@ -162,10 +170,10 @@ class TrainingSteps:
 
     def _optimised(self, batch: Any) -> tuple[Any] | None:
         """The output of an optimised step; None where the original forward has to compute it."""
-        kind = _kind(batch)
+        opt, first = self.opt, self.opt is None
+        kind = _kind(batch) if opt is not None or not self.ranks.several else None  # a plan is tried by all ranks or by none
         if self._gave_up or kind in self._failed:
             return None
-        opt = self.opt
         if opt is None:
             opt = self._first(batch, kind)
         if opt is None:
@@ -177,6 +185,8 @@ class TrainingSteps:
         except RankError:
             raise  # other ranks wait for this one
         except Exception as error:
+            if first and isinstance(error, (InputError, PassError)):
+                raise  # what the user asked for, such as a wrapper that does not fit
             self._fail(kind, error)
             return None
         self._batch, self._autocast = batch, _autocast(batch)
@@ -190,8 +200,8 @@ class TrainingSteps:
         """Make the optimised model from the first batch; failures are tried again with other batches."""
         try:
             opt = self._make(self, batch)
-        except (BudgetError, InputError, PassError):
-            raise  # what the user asked for, not the optimisation
+        except (BudgetError, InputError, PassError, RankError):
+            raise  # what the user asked for, not the optimisation; or what other ranks do
         except Exception as error:
             self._fail(None if isinstance(error, ImportanceError) else kind, error)
             return None
@@ -219,10 +229,11 @@ class TrainingSteps:
     def all_losses_finite(self) -> bool:
         """`losses_finite` on all ranks: a step is taken by all or by none."""
         finite = self.losses_finite()
-        if self.opt is None or not self.opt.ranks.several:
+        ranks = self.ranks
+        if not ranks.several:
             return finite
-        device = next(self.opt.parameters()).device
-        return bool(self.opt.ranks.smallest(torch.tensor(float(finite), device=device)))
+        device = next(self._diverted.model.parameters()).device
+        return bool(ranks.smallest(torch.tensor(float(finite), device=device)))
 
     def after_step(self, last: bool = False) -> None:
         """Let controllers adapt after an optimizer step.
@@ -234,8 +245,8 @@ class TrainingSteps:
         self._losses.clear()
         reselect = self.due is not None and self.due.after_step(count) and not last
         merges = self.merges_due.after_step()
-        if self.opt is None or self._batch is None or self._gave_up:
-            return
+        if self.opt is None or self._batch is None or (self._gave_up and not self.opt.ranks.several):
+            return  # of several ranks, others may go on, and need this one to agree
         try:
             with self.as_in_training():
                 if reselect:
@@ -247,6 +258,8 @@ class TrainingSteps:
                     before = state.overhead
                     state.after_step(self._batch)
                     self.savings.overhead += state.overhead - before
+        except RankError:
+            raise
         except Exception as error:
             self.warn(f"the plan could not be adapted and stays as it is: {error}", type(error))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -104,14 +104,14 @@ def prepare(
     parts: Parts,
     optimizer: torch.optim.Optimizer | None,
     names: Names,
-) -> tuple[Plan, Callable[[], None]]:
-    """Read a checkpoint and check it; see `OptimizedModule.load_state`.
+) -> tuple[Plan, Callable[[], None], Callable[[], None]]:
+    """Read a checkpoint and check it; see `OptimizedModule.load_state`. Nothing is changed yet.
 
     Returns:
-        The plan that it makes of `plan`, and what puts everything else in force. `optimizer` has been loaded already.
+        The plan that it makes of `plan`, what loads `optimizer`, which may refuse the state, and what puts the rest in force.
     """
     tree = read_state(path)
-    try:
+    with _refused(path):
         saved = from_plain(_State, tree, "the state")
         _check_model(saved.parameters, {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)})
         after = _prepared_plan(saved.plan, plan, saved.parameters)
@@ -119,16 +119,27 @@ def prepare(
             different = ", ".join(sorted(set(saved.parts) ^ set(parts)))
             raise InputError(f"only one of the checkpoint and this model has {different}: use the same passes and budget.")
         steps = [part.prepare(saved.parts[name]) for name, part in parts.items()]
-        if optimizer is not None:
-            _load_optimizer(saved, optimizer, names)
-    except InputError as error:
-        raise InputError(f"{path} was not loaded, and nothing was changed: {error}") from error
+        state = None if optimizer is None else _checked_optimizer(saved, optimizer, names)
+
+    def load() -> None:
+        if optimizer is not None and state is not None:
+            with _refused(path):
+                load_optimizer(optimizer, state)
 
     def restore() -> None:
         for step in steps:
             step()
 
-    return after, restore
+    return after, load, restore
+
+
+@contextlib.contextmanager
+def _refused(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of which file an `InputError` is."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{path} was not loaded, and nothing was changed: {error}") from error
 
 
 def _check_model(saved: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
@@ -236,7 +247,8 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names, parts: Mapp
     return _OptimizerState(_kind(optimizer), _parameters(optimizer, names), state, sorted(set(whole) - set(state)))
 
 
-def _load_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: Names) -> None:
+def _checked_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: Names) -> dict[str, Any]:
+    """The state of the optimizer, if it is one of such an optimizer."""
     if saved.optimizer is None:
         raise InputError("it was saved without an optimizer: load it without one, and save with save_state(path, optimizer).")
     if saved.optimizer.kind != _kind(optimizer):
@@ -250,7 +262,7 @@ def _load_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: Name
     unknown = sorted(set(saved.optimizer.shared) - set(saved.parts))
     if unknown:
         raise InputError(f"the optimizer's state lacks its part {unknown[0]}.")
-    load_optimizer(optimizer, saved.optimizer.state | {name: saved.parts[name] for name in saved.optimizer.shared})
+    return saved.optimizer.state | {name: saved.parts[name] for name in saved.optimizer.shared}
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from graphopt.analysis.flops import FlopProfile
 from graphopt.budget import Budget
+from graphopt.distributed.ranks import Ranks
 from graphopt.errors import GraphoptError
 from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
@@ -48,14 +49,17 @@ class DisabledModule(OptimizedModule):
         backend: Backend = "inductor",
         loss: LossFunction | None = None,
         compiles: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         """Set up; `optimize` does it.
 
         Args:
             reason: for the report.
             compiles: the model runs as torch.compile has it, for want of anything that could be planned.
+            ranks: that train the model together.
         """
-        super().__init__(model, Captures(model, None, backend), None, Plan(budget, ()), loss)  # type: ignore[arg-type]
+        captures = Captures(model, None, backend)
+        super().__init__(model, captures, None, Plan(budget, ()), loss, ranks=ranks)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
         self.__dict__["_compiles"] = compiles
         self.start_techniques()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,18 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
             f"it holds no state of this {type(optimizer).__name__} ({type(error).__name__}: {error}). Make the optimizer as it "
             "was when the state was saved."
         ) from error
+
+
+@contextlib.contextmanager
+def put_back(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Leave an optimizer as it was if an error ends what is inside: it was not loaded on another rank."""
+    kept = [(o, o.state, o.param_groups) for o in (optimizer, getattr(optimizer, "inner", None)) if o is not None]
+    try:
+        yield
+    except Exception:
+        for each, state, groups in kept:
+            each.state, each.param_groups = state, groups
+        raise
 
 
 SHAPED_OTHERWISE = ("Adafactor", "LBFGS")

@@ -33,6 +33,7 @@ from graphopt.report.plan import StepClock
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.fallback import Fallback
 from graphopt.runtime.forward import left_out
+from graphopt.runtime.load_optimizer import put_back
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.planned_module import PlannedModule
 from graphopt.runtime.reselection import InForce, Reselection, select_anew
@@ -308,8 +309,10 @@ class OptimizedModule(PlannedModule):
         from graphopt.runtime import checkpoint
 
         prepare = functools.partial(checkpoint.prepare, path, self._model, self._plan, self._parts(), optimizer, self._names())
-        plan, restore = self._ranks.together(prepare, "loading a state")
+        plan, load, restore = self._ranks.together(prepare, "loading a state")
         self._ranks.check_same(in_common(plan), "the plan of a state file")
+        with put_back(optimizer):
+            self._ranks.together(load, "loading an optimizer's state")
         times = used_times()
         restore()
         if used_times() != times:  # orders of products are chosen anew

@@ -15,7 +15,7 @@ from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.calls import as_call
 from graphopt.distributed.agreement import plan_of_rank_0
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, first_line
+from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError, first_line
 from graphopt.frontend.region import frozen_names
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -104,7 +104,7 @@ def select_anew(
     try:
         limit, args, kwargs = now.ranks.together(lambda: _limit(now, batch), WHAT)
         names = now.ranks.together(limit.reachable, WHAT)
-    except InputError:
+    except (InputError, RankError):
         raise
     except Exception as error:  # training never dies of an optimisation
         return _kept(error, start)
@@ -129,12 +129,13 @@ def _without_selection(
 ) -> tuple[Reselection, NewPlan | None]:
     """Where all tensors are trained, nothing is selected; where some were frozen or unfrozen, the plan's graph is another."""
     plan = now.plan
-    if now.none_frozen_since or plan.train is not None or plan.memory is not None:
+    if now.ranks.all(now.none_frozen_since or plan.train is not None or plan.memory is not None, WHAT):
         return Reselection(False, 0.0, time.perf_counter() - start), None
     try:
         graph = now.ranks.together(lambda: now.captured(args, kwargs), WHAT)
-        plan = _carried_out(now, plan, graph, args, kwargs)
-    except InputError:
+        plan = now.ranks.together(lambda: _carried_out(now, now.plan, graph, args, kwargs), WHAT)
+        plan = plan_of_rank_0(plan, now.ranks, now.plan.passes, WHAT)
+    except (InputError, RankError):
         raise
     except Exception as error:  # training never dies of an optimisation
         return _kept(error, start)

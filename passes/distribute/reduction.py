@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,6 @@ from graphopt.compat.distributed import (
     store_of,
 )
 from graphopt.distributed.ranks import lost, wait
-from graphopt.distributed.sharded import whole
 from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.errors import InputError, RankError
 from graphopt.planner.plan import Plan
@@ -61,6 +61,7 @@ class Reduction(State):
         self._opt = opt
         self._name = opt.ranks.same(uuid.uuid4().hex, "starting to train")  # of this training, on all ranks
         self._local = self._gathers = False
+        self._plans = 0  # that were put in force so far: on all ranks together
         self._plan: tuple[Plan | None, Plan | None] = (None, None)
         self._step: tuple[Any, ...] = (None, None, None)
         self._outside: dict[str, Tensor] = {}
@@ -81,8 +82,7 @@ class Reduction(State):
 
     def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """The plan without collectives where gradients of other steps are to be averaged with those of this one."""
-        gathers = bool(self.rewrite.elsewhere) and not fsdp.reduces(model)
-        self._gathers = self._local or gathers or not self._averages_inside(active_ddp())
+        self._gathers = self._gathers_now()
         if not (self._gathers or self.pending):
             return plan
         if plan is not self._plan[0]:
@@ -90,6 +90,11 @@ class Reduction(State):
             self._plan = plan, plan.decided(self.rewrite.name, replace(mine, local=True))
         assert self._plan[1] is not None
         return self._plan[1]
+
+    def _gathers_now(self) -> bool:
+        """Whether the gradients of the step under way stay this rank's own, to be averaged with those of a later one."""
+        gathers = bool(self.rewrite.elsewhere) and not fsdp.reduces(self._opt._model)
+        return self._local or gathers or not self._averages_inside(active_ddp())
 
     def _averages_inside(self, ddp: DistributedDataParallel | None) -> bool:
         """Whether the step under way averages; a DistributedDataParallel around the model then need not, but knows when."""
@@ -101,8 +106,14 @@ class Reduction(State):
                 silence(ddp)
         return ddp.require_backward_grad_sync
 
+    def selected(self, names: Iterable[str]) -> None:
+        """See `State`: another plan is in force."""
+        self._plans += 1
+
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """Have gradients averaged at the end of the backward from `output`, as far as the step's graph does not do it."""
+        if step is None:  # perhaps without `before_forward`: see `TrainingSteps`
+            self._gathers = self._gathers_now()
         if self._gathers:
             self.pending = True
             return
@@ -154,16 +165,19 @@ class Reduction(State):
 
     def _check(self, step: RegionStep | None) -> None:
         """Raise `RankError` where another rank sends other buckets under this plan; the first to come has said which."""
-        sizes = self._sizes(self._tensors())
+        tensors = self._tensors()
+        sizes = self._sizes(tensors)
         if not self.why_after and step is not None:
             sizes = [found.bytes for found in _means(step, self.rewrite.group)]
         opt = self._opt
         trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
-        mine = repr((sizes, sorted(self._outside)))
+        mine = repr((sizes, sorted(self._outside), _digest(list(tensors))))
         parallel = is_parallel(opt._model)
         if parallel:  # a graph averages gradients as they lie, and this as the parameters do: no rank may mix them
             mine += f" {bool(self.why_after) and not self.pending}"
-        key = hashlib.sha256(repr((self._name, opt.plan.key, trained, parallel and self.pending)).encode()).hexdigest()
+        rest = {name: decision for name, decision in opt.plan.decisions.items() if name != self.rewrite.name}
+        plan = self._plans, replace(opt.plan, decisions=rest).key
+        key = _digest((self._name, plan, trained, parallel and self.pending))
         store = store_of(group_named(self.rewrite.group))
         try:
             theirs = store.compare_set(f"graphopt/means/{key}", "", mine).decode()
@@ -173,7 +187,7 @@ class Reduction(State):
             raise RankError(
                 "this rank does not average the gradients that another rank does in the same step, so that those of different "
                 "tensors would be mixed. Call optimize() with the same model, arguments and versions on every rank; the notes of "
-                f"opt.report say what could not be compiled here. Bytes and others there: {theirs}; here: {mine}."
+                f"opt.report say what could not be compiled here. Bytes, others and order there: {theirs}; here: {mine}."
             )
 
     def _attach(self, output: Any, everything: bool) -> None:
@@ -191,14 +205,20 @@ class Reduction(State):
         """A backward begins: set aside what earlier ones have averaged."""
         if self._backward == backward_number():
             return
-        self._backward, self._sent = backward_number(), []
+        self._backward, self._sent, self._held = backward_number(), [], []
         tensors = [*(self._tensors().values() if everything else ()), *self._outside.values()]
         if not self.pending:
-            self._held = [(t, t.grad) for t in tensors if t.grad is not None]
-            for tensor, _ in self._held:
-                tensor.grad = None
+            for tensor in tensors:
+                if tensor.grad is not None:
+                    self._held.append((tensor, tensor.grad.clone()))  # DistributedDataParallel writes to views of its buckets
+                    tensor.grad = None
         at_the_end = torch.autograd.Variable._execution_engine.queue_callback
-        at_the_end(lambda: at_the_end(lambda: self._finish(everything)))  # after a DistributedDataParallel has ended its own
+
+        def end() -> None:  # after a DistributedDataParallel has ended its own
+            at_the_end(lambda: self._finish(everything))
+
+        weakref.finalize(end, _put_back, self._held).atexit = False  # torch lets go of it with the backward, failed or not
+        at_the_end(end)
 
     @torch.no_grad()
     def _finish(self, everything: bool) -> None:
@@ -214,10 +234,13 @@ class Reduction(State):
             self._average({name: t for (name, t), found in anywhere if found})
         for tensor, before in self._held:
             tensor.grad = before if tensor.grad is None else before.add_(tensor.grad)
-        self._held = []
+        self._held.clear()
 
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put the mean over ranks in the place of each gradient; one that is missing counts as zeros."""
+        """Put the mean over ranks in the place of each gradient; one that is missing counts as zeros.
+
+        It is there on all ranks then, as where a graph averages: where zeros were left out, ranks would part by weight decay.
+        """
         sent = []
         for bucket in self._buckets(tensors):
             members = [tensors[name] for name in bucket]
@@ -226,13 +249,22 @@ class Reduction(State):
         for members, flat, work in sent:
             wait(work)
             for tensor, mean in zip(members, flat.split([local_part(t).numel() for t in members]), strict=True):
-                own = distributed_like(mean.view(local_part(tensor).shape).clone(), tensor)
-                if tensor.grad is not None or whole(own.abs().sum()):
-                    tensor.grad = own
+                tensor.grad = distributed_like(mean.view(local_part(tensor).shape).clone(), tensor)
 
     def _send(self, tensor: Tensor) -> Any:
         self._sent.append(Collective("all_reduce", tensor.nbytes))
         return dist.all_reduce(tensor, group=group_named(self.rewrite.group), async_op=True)
+
+
+def _digest(value: Any) -> str:
+    """Of what is the same text in every process."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _put_back(held: list[tuple[Tensor, Tensor]]) -> None:
+    """Gradients that a backward has set aside and not added to: it has failed."""
+    for tensor, before in held:
+        tensor.grad = before
 
 
 def _dense(tensor: Tensor) -> Tensor:

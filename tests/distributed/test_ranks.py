@@ -52,6 +52,9 @@ def agreeing(rank: int) -> dict[str, Any]:
         return ranks.gather(rank, "inside")
 
     found["nested"] = _error(lambda: ranks.together(inner, "outside"))
+    found["told inside"] = _error(
+        lambda: ranks.together(lambda: ranks.together(lambda: _fails(rank, OSError("no")), "in"), "out")
+    )
     found["differ"] = _error(lambda: ranks.check_same(rank, "the plan"))
     found["elsewhere"] = _error(lambda: ranks.gather(rank, f"place {rank}"))
     found["smallest"] = float(ranks.smallest(torch.tensor(float(rank))))
@@ -83,10 +86,11 @@ def test_what_they_agree_on(found: list[dict[str, Any]]) -> None:
 def test_an_error_on_one_rank_is_raised_on_all(found: list[dict[str, Any]]) -> None:
     assert found[0]["told"][:2] == ("BudgetError", "on rank 1: too little")
     assert found[1]["told"][:2] == ("BudgetError", "too little")
-    assert found[0]["odd"][0] == "RankError"
+    assert found[0]["odd"][0] == "UnicodeError"  # the nearest base that takes a message alone
     assert found[1]["odd"][0] == "UnicodeDecodeError"
     assert found[0]["nested"][:2] == ("RankError", "rank 1 failed at outside (BudgetError): before they meet")
     assert found[1]["nested"][:2] == ("BudgetError", "before they meet")
+    assert [own["told inside"][:2] for own in found] == [("OSError", "on rank 1: no"), ("OSError", "no")]
 
 
 def test_ranks_that_differ_are_told_on_every_rank(found: list[dict[str, Any]]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.data_loader import prepare_data_loader
 from graphopt.passes import Lsp, Vcas
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -193,6 +195,18 @@ def test_where_nothing_is_compressed_the_optimizer_is_the_users(warnings: list[s
         torch.testing.assert_close(value, weights(plain)[name])
     assert warnings == []
     assert training.optimizer.state_dict()["state"]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_epoch_is_as_long_as_accelerate_makes_it(split: bool) -> None:
+    """It divides the loader after `prepare`, among processes, or each batch among them."""
+    data = loader(16)
+    training = prepared(classifier(dropout=0.0), 0.7, data)
+    Accelerator(cpu=True)
+    divided = prepare_data_loader(data, num_processes=2, process_index=0, split_batches=split)
+    once(training, divided)
+    assert training._steps.due is not None
+    assert training._steps.due.every == len(divided) == (4 if split else 2)
 
 
 def test_training_stops_and_goes_on_to_the_bit(tmp_path: Path) -> None:

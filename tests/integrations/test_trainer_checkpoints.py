@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,18 @@ from tests.integrations.trainer_runs import (
 )
 from tests.long_forms import long
 from tests.rules import MEASURED
+
+
+def test_whoever_saves_in_the_trainer_saves_the_plan(tmp_path: Path) -> None:
+    """With `save_on_each_node` that is a process of every node."""
+    ours, saved = callback(), []
+    ours._steps = SimpleNamespace(opt=SimpleNamespace(save_state=lambda path, optimizer: saved.append(path)))
+    (tmp_path / "checkpoint-1").mkdir()
+    for should_save in (False, True):
+        assert not saved
+        args = SimpleNamespace(output_dir=tmp_path, should_save=should_save)
+        ours.on_save(args, SimpleNamespace(global_step=1, is_world_process_zero=not should_save), None)
+    assert saved == [tmp_path / "checkpoint-1" / STATE_FILE]
 
 
 @pytest.mark.parametrize(("name", "batches"), [("causal", 21), *long(("linear", 12), ("minilm", 12))])

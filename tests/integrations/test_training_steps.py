@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.distributed.ranks import Ranks
+from graphopt.errors import RankError
+from graphopt.integrations import trainer
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
 
@@ -71,3 +76,40 @@ def test_many_lengths_are_compiled_at_most_twice(warnings: list[str]) -> None:
     assert steps.opt is not None
     assert steps.opt.counters.compilations <= 2
     assert warnings == []
+
+
+class Missing(Ranks):
+    """Another rank does not come."""
+
+    def together(self, make: Any, what: str) -> Any:
+        raise RankError(f"rank 1 did not come to {what}")
+
+
+def missing(*args: Any, **options: Any) -> Any:
+    raise RankError("rank 1 did not come")
+
+
+def test_a_rank_that_is_missing_ends_the_first_step_and_adapting(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Pooled()
+    steps = TrainingSteps(Diverted.of(model), missing, None, None)
+    with pytest.raises(RankError):
+        steps(model.forward, (), ids(4))
+    steps = steps_of(model)
+    model(**ids(4))
+    monkeypatch.setattr(steps.opt, "recheck_merges", missing)
+    steps.merges_due.every = 1
+    with pytest.raises(RankError):
+        steps.after_step()
+    steps.opt.load_state = missing
+    with pytest.raises(RankError):
+        trainer._resume(steps.opt, Path("state"), steps)
+
+
+@pytest.mark.parametrize("budget", [None, 0.7])
+def test_a_rank_that_is_missing_ends_selecting_anew(budget: float | None) -> None:
+    model = Pooled()
+    opt = graphopt.optimize(model, ids(4), budget, backend="aot_eager")
+    opt.__dict__["_ranks"] = Missing()
+    opt.head.bias.requires_grad_(False)
+    with pytest.raises(RankError):
+        opt.reselect(ids(4))
