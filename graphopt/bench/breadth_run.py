@@ -134,20 +134,10 @@ def matrix_flops(case: Case, model: nn.Module, call: Callable[..., Any], batch: 
     def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
         return sdpa_backward_flop_count(gradient, query, key, value)
 
-    def experts(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
-        return int(2 * left[-2] * left[-1] * right[-1])
-
-    def experts_backward(rows: Any, weights: Any, *args: Any, **kwargs: Any) -> int:
-        return 2 * experts(rows, weights)
-
     on_cpu = {  # which it does not know
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        torch.ops.aten._grouped_mm: experts,
     }
-    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        on_cpu[torch.ops.transformers.grouped_mm_fallback] = experts
-        on_cpu[torch.ops.transformers.grouped_mm_fallback_backward] = experts_backward
     try:
         with FlopCounterMode(display=False, custom_mapping=on_cpu) as counter:
             seed_everything(1)

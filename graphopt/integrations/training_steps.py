@@ -20,7 +20,7 @@ from torch import Tensor
 from graphopt.calls import Call, as_call
 from graphopt.compat import pytree
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
+from graphopt.errors import BudgetError, ImportanceError, InputError, LossNotFirst, PassError, RankError
 from graphopt.integrations.diverted import Diverted
 from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
@@ -185,7 +185,7 @@ class TrainingSteps:
         except RankError:
             raise  # other ranks wait for this one
         except Exception as error:
-            if first and isinstance(error, (InputError, PassError)):
+            if first and isinstance(error, (InputError, PassError)) and not isinstance(error, LossNotFirst):
                 raise  # what the user asked for, such as a wrapper that does not fit
             self._fail(kind, error)
             return None
