@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,9 +41,18 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def kind_of(batch: Any) -> Hashable:
+    """What a compiled step depends on, as far as the batch goes: its structure, shapes and types of tensors, other values."""
+    leaves, spec = pytree.tree_flatten(batch)
+    return str(spec), tuple((t.dtype, t.device, t.shape) if isinstance(t, Tensor) else str(t) for t in leaves)
+
+
 def as_call(example_inputs: Any, batch_dim: BatchDim = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments of a call `model(...)` from what the user passed.
 
+    Args:
+        example_inputs: a tensor, a tuple or list of arguments, or a mapping of them by name.
+        batch_dim: see `graphopt.optimize`; names in it are checked.
     Raises:
         InputError: not a tensor, tuple, list or mapping; or `batch_dim` names an input that is not there.
     """

@@ -227,7 +227,7 @@ def _from_a_message(kind: type[Exception]) -> bool:
     try:
         pickle.loads(pickle.dumps(kind))
         kind("")
-    except Exception:
+    except Exception:  # whatever a constructor or a loader of somebody else's raises
         return False
     return True
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.calls import Call, as_call
+from graphopt.calls import Call, as_call, kind_of
 from graphopt.compat import pytree
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import BudgetError, ImportanceError, InputError, LossNotFirst, PassError, RankError
+from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
 from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
@@ -170,8 +170,8 @@ class TrainingSteps:
 
     def _optimised(self, batch: Any) -> tuple[Any] | None:
         """The output of an optimised step; None where the original forward has to compute it."""
-        opt, first = self.opt, self.opt is None
-        kind = _kind(batch) if opt is not None or not self.ranks.several else None  # a plan is tried by all ranks or by none
+        opt = self.opt
+        kind = kind_of(batch) if opt is not None or not self.ranks.several else None  # a plan is tried by all ranks or by none
         if self._gave_up or kind in self._failed:
             return None
         if opt is None:
@@ -185,8 +185,6 @@ class TrainingSteps:
         except RankError:
             raise  # other ranks wait for this one
         except Exception as error:
-            if first and isinstance(error, (InputError, PassError)) and not isinstance(error, LossNotFirst):
-                raise  # what the user asked for, such as a wrapper that does not fit
             self._fail(kind, error)
             return None
         self._batch, self._autocast = batch, _autocast(batch)
@@ -200,6 +198,7 @@ class TrainingSteps:
         """Make the optimised model from the first batch; failures are tried again with other batches."""
         try:
             opt = self._make(self, batch)
+            opt.check_wrapping()
         except (BudgetError, InputError, PassError, RankError):
             raise  # what the user asked for, not the optimisation; or what other ranks do
         except Exception as error:
@@ -305,12 +304,6 @@ def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     if len(parameters) < len(args) or any(p.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD for p in parameters):
         return Call(args, kwargs)
     return {**dict(zip([p.name for p in parameters], args, strict=True)), **kwargs}
-
-
-def _kind(batch: Any) -> Any:
-    """What a compiled step depends on, as far as the batch goes."""
-    leaves, spec = pytree.tree_flatten(batch)
-    return str(spec), tuple((t.dtype, t.shape) if isinstance(t, Tensor) else str(t) for t in leaves)
 
 
 def _autocast(batch: Any) -> list[tuple[str, torch.dtype, bool]]:

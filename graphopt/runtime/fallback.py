@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from graphopt.calls import flatten_call
+from graphopt.calls import kind_of
 from graphopt.compat.dynamo import cause_of, is_compile_error
 from graphopt.compat.fsdp import held_parameters
 from graphopt.errors import first_line
@@ -52,8 +52,8 @@ class Fallback:
         self._hooks: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without hooks, which copies of parameters do not have."""
-        return {**self.__dict__, "_hooks": {}}
+        """Without hooks, which copies of parameters do not have; what failed here is tried there."""
+        return {**self.__dict__, "_hooks": {}, "_failures": Counter()}
 
     def compiled_or_not(
         self, opt: OptimizedModule, running: Running, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -62,19 +62,17 @@ class Fallback:
 
         Where it has failed `ATTEMPTS` times for inputs of a kind, it is tried no more.
         """
-        kind = self._failures and (plan.key, kind_of(args, kwargs))
-        if not kind or self._failures[kind] < ATTEMPTS:
-            try:
-                return running(plan, args, kwargs), True
-            except Exception as error:
-                if not is_compile_error(error):
-                    raise
-                output = self.run_model(opt, args, kwargs)
-                why = first_line(cause_of(error))
-                self._failures[plan.key, kind_of(args, kwargs)] += 1
-            self.note(f"a step could not be compiled ({why}); the model itself, uncompiled, runs instead")
-            return output, False
-        return self.run_model(opt, args, kwargs), False
+        if self._failures and self._failures[plan.key, kind_of((args, kwargs))] >= ATTEMPTS:
+            return self.run_model(opt, args, kwargs), False
+        try:
+            return running(plan, args, kwargs), True
+        except Exception as error:
+            if not is_compile_error(error):
+                raise
+            output = self.run_model(opt, args, kwargs)
+            self.note(f"a step could not be compiled ({first_line(cause_of(error))}); the model itself, uncompiled, runs instead")
+        self._failures[plan.key, kind_of((args, kwargs))] += 1
+        return output, False
 
     def run_model(self, opt: OptimizedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model itself; if that fails, too, the error is the model's own, and nothing is held against the compiler."""
@@ -108,11 +106,6 @@ class Fallback:
                 self._hooks[id(parameter)] = weakref.ref(parameter), handle
         if first and self._hooks:
             weakref.finalize(opt, _remove, self._hooks)
-
-
-def kind_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """What Dynamo compiles a call for: shapes and types of its tensors."""
-    return tuple((t.shape, t.dtype, t.device) for t in flatten_call(args, kwargs).tensors)
 
 
 class DropGradient:

@@ -41,7 +41,7 @@ def put_back(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
     kept = [(o, o.state, o.param_groups) for o in (optimizer, getattr(optimizer, "inner", None)) if o is not None]
     try:
         yield
-    except Exception:
+    except BaseException:
         for each, state, groups in kept:
             each.state, each.param_groups = state, groups
         raise

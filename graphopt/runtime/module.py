@@ -118,7 +118,7 @@ class OptimizedModule(PlannedModule):
         """A training step's forward, with what techniques do before and after it."""
         plan, states = self._plan, self.states.values()
         self._fallback.resting = False
-        self._wrapping.check(self)
+        self.check_wrapping()
         for state in states:
             plan = state.before_forward(plan, self._model, args, kwargs)
         before = self._fallback.model_runs
@@ -133,6 +133,10 @@ class OptimizedModule(PlannedModule):
         for state in states:
             state.after_forward(step, output)
         return output
+
+    def check_wrapping(self) -> None:
+        """Raise `InputError` if the DistributedDataParallel whose forward is under way cannot train as this does."""
+        self._wrapping.check(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from graphopt.analysis.step_memory import step_memory
 from graphopt.calls import as_call
 from graphopt.capture import capture
 from tests import zoo
+from tests.analysis.test_flops import Branches
 from tests.long_forms import long
 from tests.measure import peak_and_rest
 
@@ -228,16 +229,6 @@ def test_analysis_changes_nothing() -> None:
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert torch.equal(state, torch.get_rng_state())
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.inner = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.below(x)
-        return torch.cond(h.sum() > 0, lambda h: self.inner(h).relu(), lambda h: self.inner(h).sin(), (h,)).square().mean()
 
 
 def test_a_model_with_a_condition_has_a_memory_under_inductor() -> None:

@@ -15,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import graphopt
 from graphopt.budget import Budget
+from graphopt.calls import kind_of
 from graphopt.distributed.ranks import Ranks
 from graphopt.integrations.asked import Asked, begin
 from graphopt.integrations.diverted import Diverted
-from graphopt.integrations.training_steps import TrainingSteps, _kind
+from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.runtime.module import OptimizedModule
 from tests.distributed.work_ddp import error_of, gradients
 
@@ -92,7 +93,7 @@ def failed_kind(rank: int, mesh: Any) -> list[float]:
     of = two()
     ddp, steps, found = DistributedDataParallel(of), steps_of(of, mesh=mesh), []
     ddp(batch(rank)).backward()
-    steps._failed.add(_kind((batch(rank, 8),)))
+    steps._failed.add(kind_of((batch(rank, 8),)))
     for sizes in ((6, 8), (8, 6)):
         of.zero_grad()
         with ddp.no_sync():
