@@ -126,20 +126,12 @@ def train(case: Case, model: nn.Module, call: Callable[..., Any], batch: Mapping
 
 def matrix_flops(case: Case, model: nn.Module, call: Callable[..., Any], batch: Mapping[str, Any]) -> int | None:
     """FLOPs of the products and convolutions of one more step, as torch's own counter sees them; None where it `CANNOT_COUNT`."""
-    from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+    from torch.utils.flop_counter import FlopCounterMode
 
-    def attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return sdpa_flop_count(query, key, value)
+    from graphopt.bench.cpu_formulas import cpu_formulas
 
-    def attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-        return sdpa_backward_flop_count(gradient, query, key, value)
-
-    on_cpu = {  # which it does not know
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-    }
     try:
-        with FlopCounterMode(display=False, custom_mapping=on_cpu) as counter:
+        with FlopCounterMode(display=False, custom_mapping=cpu_formulas()) as counter:
             seed_everything(1)
             loss_of(call(**batch, **(case.vary(STEPS - 1) if case.vary else {}))).backward()
         return counter.get_total_flops()
