@@ -105,13 +105,13 @@ def _planned(
     graph = training_graph(region, joint, num_forward)
     budget = plan.budget
     known = {name: entry for name, tensor in trained.items() if (entry := _TRAINED.get(tensor)) and entry[0] == budget}
+    granted = next((entry[1] for entry in known.values()), budget)
     if len(known) < len(trained):
         plan = _planned_alone(plan, graph, module, trained, backend)
-        names, granted = frozenset(trained) if plan.train is None else plan.train, plan.budget
-    else:
-        names, granted = frozenset(), next(entry[1] for entry in known.values())
-    as_before = names - known.keys() | {name for name, entry in known.items() if entry[2]}
-    if known and (as_before != names or len(known) == len(trained)):
+        granted = plan.budget
+    if known:
+        chosen = frozenset(trained) if plan.train is None else plan.train
+        as_before = chosen - known.keys() | {name for name, entry in known.items() if entry[2]}
         plan = Plan(granted, plan.passes, as_before, memory=MemoryLimit.of(granted, backend))
         for rewrite in plan.passes:
             plan = technique(rewrite).measured(plan, graph, dict(trained))

@@ -200,7 +200,12 @@ class FlopsLimit:
 
 
 def default_limit(graph: TrainingGraph, captured: FlopProfile, flops: float = 0.5) -> FlopsLimit:
-    """The limit of a budget on FLOPs alone, with the passes that `optimize` takes by itself."""
+    """The limit of a budget on FLOPs alone, with the passes that `optimize` takes by itself.
+
+    Args:
+        captured: FLOPs of `graph`.
+        flops: the budget, a part of them.
+    """
     budget = Budget(flops=flops)
     return FlopsLimit(Plan(budget, resolve_passes("auto", budget)), graph, captured)
 
