@@ -18,7 +18,7 @@ from graphopt.analysis.eager_memory import eager_memory
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
-from graphopt.analysis.paper_rules import PaperProfile, paper_profile
+from graphopt.analysis.paper_rules import paper_profile
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim, as_call
@@ -178,7 +178,7 @@ class Analysis:
         device: the device the kernels were chosen for; attention kernels differ between devices.
     """
 
-    flops: FlopProfile | PaperProfile
+    flops: FlopProfile
     graph: TrainingGraph
     device: str
     _measure_memory: Callable[[TrainingGraph | None], MemoryProfile] = field(repr=False, compare=False)

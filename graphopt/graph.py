@@ -20,7 +20,6 @@ from torch import fx
 from graphopt.compat import (
     InputDesc,
     JointExport,
-    OutputAlias,
     OutputDesc,
     expression,
     graph_module,
@@ -60,7 +59,6 @@ class TrainingGraph:
     Attributes:
         module: the FX graph module; placeholders and outputs are in the order of `inputs` and `outputs`.
         parameters: every parameter once; aliases of tied weights are merged.
-        aliases: per flat output of the model, how it relates to other tensors.
         out_spec: pytree structure of the model's output.
         symbols: the batch symbols inside the graph's shapes (inputs may have one each); empty for a static graph.
         batch_size: the batch of the example inputs.
@@ -74,7 +72,6 @@ class TrainingGraph:
     inputs: tuple[InputDesc, ...]
     outputs: tuple[OutputDesc, ...]
     parameters: tuple[Parameter, ...]
-    aliases: tuple[OutputAlias, ...]
     out_spec: Any
     symbols: frozenset[sympy.Symbol]
     batch_size: int
@@ -83,7 +80,6 @@ class TrainingGraph:
     guards: tuple[sympy.Basic, ...] = ()
     minimum_batch: int = 1
     refused: tuple[OutputDesc, ...] = ()
-    notes: list[str] = field(default_factory=list)
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict, repr=False, compare=False)
     hands_out: bool = False
 
@@ -177,7 +173,7 @@ class TrainingGraph:
 
     def clone(self) -> TrainingGraph:
         """A copy whose graph can be rewritten without touching this one; tensors and metadata are shared."""
-        return replace(self, module=graph_module(self.module, copied(self.graph)), notes=list(self.notes))
+        return replace(self, module=graph_module(self.module, copied(self.graph)))
 
     def drop_gradient(self, name: str) -> None:
         """Stop returning the gradient of parameter `name`; `eliminate_dead_code` removes what only it needed.
@@ -294,7 +290,6 @@ def from_export(
         inputs=export.inputs,
         outputs=export.outputs,
         parameters=parameters,
-        aliases=export.aliases,
         out_spec=export.out_spec,
         symbols=symbols,
         batch_size=batch_size,

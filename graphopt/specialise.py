@@ -64,7 +64,7 @@ def symbolic(graph: TrainingGraph, decompose: bool = False) -> TrainingGraph:
         module = graph.clone().module
         module.graph.output_node().meta.pop("desc", None)  # it lacks what passes have added, which the partitioner then drops
     _name_placeholders(graph, module)
-    return replace(graph, module=module, notes=list(graph.notes))
+    return replace(graph, module=module)
 
 
 def _name_placeholders(graph: TrainingGraph, module: fx.GraphModule) -> None:

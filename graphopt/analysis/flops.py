@@ -41,7 +41,9 @@ class TensorFlops:
 
 
 @dataclass(frozen=True)
-class _Row:
+class FlopRow:
+    """`TensorFlops` as formulas of the batch size."""
+
     name: str
     shape: tuple[int, ...]
     trainable: bool
@@ -64,7 +66,7 @@ class FlopProfile:
     forward_formula: sympy.Expr
     order: tuple[str, ...]
     class_formulas: tuple[tuple[int, sympy.Expr], ...]
-    rows: tuple[_Row, ...]
+    rows: tuple[FlopRow, ...]
     symbolic: bool = True
 
     def at(self, batch: int) -> FlopProfile:
@@ -170,7 +172,8 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
         order=order,
         class_formulas=tuple((mask, sympy.Add(*parts)) for mask, parts in classes.items()),
         rows=tuple(
-            _Row(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero)) for p in graph.parameters
+            FlopRow(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero))
+            for p in graph.parameters
         ),
         symbolic=graph.symbolic,
     )

@@ -17,9 +17,7 @@ Source: GreenTrainer, section 3.1, and its reference implementation. Exact count
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -27,93 +25,10 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.analysis.flops import TensorFlops, weight_of
-from graphopt.errors import InputError
-from graphopt.graph import BATCH, TrainingGraph, ancestors
+from graphopt.analysis.flops import FlopProfile, FlopRow, weight_of
+from graphopt.graph import TrainingGraph, ancestors
 
 aten = torch.ops.aten
-
-
-@dataclass(frozen=True)
-class PaperProfile:
-    """FLOPs of one step by the paper's rules, 2 per multiply-add (its tables count multiply-adds: halve these).
-
-    Attributes:
-        batch_size: samples that the integers are for.
-        order: trainable parameters from the output to the input, in reverse order of execution.
-        formulas: `forward`, `backward` and `step` as sympy expressions of `B`.
-    """
-
-    batch_size: int
-    order: tuple[str, ...]
-    shapes: dict[str, tuple[int, ...]]
-    forward_formula: sympy.Expr
-    own: dict[str, sympy.Expr]
-    passed: dict[str, sympy.Expr]
-    symbolic: bool
-
-    def at(self, batch: int) -> PaperProfile:
-        """The same formulas for another batch size.
-
-        Raises:
-            InputError: the graph is static and `batch` is not the captured one.
-        """
-        if not self.symbolic and batch != self.batch_size:
-            raise InputError(f"the model fixes the batch size to {self.batch_size}: analyse it again with {batch} samples.")
-        return replace(self, batch_size=batch)
-
-    @cached_property
-    def formulas(self) -> dict[str, sympy.Expr]:
-        """`forward`, `backward`, `step` as expressions of `B`."""
-        backward = sympy.Add(*self.own.values(), *self.passed.values())
-        return {"forward": self.forward_formula, "backward": backward, "step": self.forward_formula + backward}
-
-    @property
-    def forward(self) -> int:
-        """T_fp in FLOPs."""
-        return self._evaluate(self.forward_formula)
-
-    @property
-    def backward(self) -> int:
-        """Sum of all t_dy and t_dw, in FLOPs."""
-        return self._evaluate(self.formulas["backward"])
-
-    @property
-    def step(self) -> int:
-        """T_full in FLOPs."""
-        return self.forward + self.backward
-
-    @cached_property
-    def tensors(self) -> tuple[TensorFlops, ...]:
-        """One row per trainable parameter, from the output to the input."""
-        zero = sympy.Integer(0)
-        return tuple(
-            TensorFlops(
-                name,
-                self.shapes[name],
-                True,
-                self._evaluate(self.own.get(name, zero)),
-                self._evaluate(self.passed.get(name, zero)),
-            )
-            for name in self.order
-        )
-
-    def cost(self, selection: Iterable[str]) -> int:
-        """m . t_dw + sigma(m) . t_dy in FLOPs: the chain down to the deepest selected tensor, its own t_dy included.
-
-        Raises:
-            InputError: a name that is no trainable parameter.
-        """
-        wanted = set(selection)
-        unknown = sorted(wanted - set(self.order))
-        if unknown:
-            raise InputError(f"{unknown[0]!r} is not a trainable parameter of the analysed model.")
-        deepest = max((i for i, name in enumerate(self.order) if name in wanted), default=-1)
-        rows = self.tensors
-        return sum(r.weight_grad_flops for r in rows if r.name in wanted) + sum(r.input_grad_flops for r in rows[: deepest + 1])
-
-    def _evaluate(self, formula: sympy.Expr) -> int:
-        return int(formula.subs(BATCH, self.batch_size))
 
 
 @dataclass
@@ -130,8 +45,12 @@ class _Tally:
         self.passed[name].append(sympy.sympify(dy))
 
 
-def paper_profile(graph: TrainingGraph) -> PaperProfile:
-    """Apply the paper's rules to the forward part of a captured graph."""
+def paper_profile(graph: TrainingGraph) -> FlopProfile:
+    """FLOPs of one step by the paper's rules, 2 per multiply-add (its tables count multiply-adds: halve these).
+
+    A selection costs m . t_dw + sigma(m) . t_dy: the chain down to the deepest selected tensor, its own t_dy included.
+    `order` is the reverse order of execution, and rows are those of the trainable parameters that the forward reads.
+    """
     weights = weight_of(graph)
     forward = ancestors(graph.forward_results())
     nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
@@ -154,18 +73,23 @@ def paper_profile(graph: TrainingGraph) -> PaperProfile:
             last = read[-1]
         for name in read:
             first_read.setdefault(name, position)
-    trainable = {p.name for p in graph.trainable}
-    order = tuple(sorted((n for n in first_read if n in trainable), key=lambda n: -first_read[n]))
+    shapes = {p.name: p.shape for p in graph.trainable}
+    order = tuple(sorted((n for n in first_read if n in shapes), key=lambda n: -first_read[n]))
     for head, macs in heads:
         nearest = next((n for n in order if n != head), head)
         tally.passed[nearest].append(macs)
-    return PaperProfile(
+    own, passed = ({n: 2 * sympy.Add(*parts) for n, parts in of.items()} for of in (tally.own, tally.passed))
+    whole, zero = (1 << len(order)) - 1, sympy.Integer(0)
+    return FlopProfile(
         batch_size=graph.batch_size,
-        order=order,
-        shapes={p.name: p.shape for p in graph.parameters},
         forward_formula=2 * sympy.Add(*tally.forward),
-        own={n: 2 * sympy.Add(*parts) for n, parts in tally.own.items() if n in trainable},
-        passed={n: 2 * sympy.Add(*parts) for n, parts in tally.passed.items() if n in trainable},
+        order=order,
+        class_formulas=tuple(
+            (mask, of.get(name, zero))
+            for k, name in enumerate(order)
+            for mask, of in ((1 << k, own), (whole & -(1 << k), passed))  # passed on: for itself, too, and for all below
+        ),
+        rows=tuple(FlopRow(n, shapes[n], True, own.get(n, zero), passed.get(n, zero)) for n in order),
         symbolic=graph.symbolic,
     )
 

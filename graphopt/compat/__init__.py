@@ -30,7 +30,6 @@ from torch.utils.module_tracker import ModuleTracker
 
 from graphopt.compat.descriptions import (
     InputDesc as InputDesc,
-    OutputAlias as OutputAlias,
     OutputDesc as OutputDesc,
     describe_joint as describe_joint,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from graphopt.errors import CaptureError
 
@@ -37,24 +37,6 @@ class OutputDesc:
 
     kind: str
     target: Any
-
-
-@dataclass(frozen=True)
-class OutputAlias:
-    """How one flat output of the model relates to other tensors.
-
-    Attributes:
-        kind: "fresh" (its own value), "input" (a view of flat graph input `base`), "intermediate" (a view of the graph
-            output at position `base` of the model's outputs followed by the bases), or "constant" (not a tensor).
-        base: see `kind`; None for "fresh".
-        exact: the output is the base itself, not a view of it.
-        differentiable: gradients flow through it in eager mode.
-    """
-
-    kind: str
-    base: int | None
-    exact: bool
-    differentiable: bool
 
 
 def take_meshes_out(module: fx.GraphModule) -> None:
@@ -145,18 +127,3 @@ def describe_output(desc: Any) -> OutputDesc:
         case d.GradAOTOutput():
             return OutputDesc("gradient", describe_input(desc.grad_of))
     raise CaptureError(f"the model returns a kind of tensor that graphopt does not support: {desc.expr()}")
-
-
-def describe_alias(info: Any) -> OutputAlias:
-    """How an output relates to other tensors, by torch's information on it."""
-    from torch._functorch._aot_autograd.schemas import OutputType
-
-    kinds = {
-        OutputType.alias_of_input: "input",
-        OutputType.is_input: "input",
-        OutputType.alias_of_intermediate: "intermediate",
-        OutputType.alias_of_intermediate_save_as_output: "intermediate",
-        OutputType.alias_of_intermediate_base_is_user_output: "output",
-    }
-    kind = kinds.get(info.output_type, "fresh" if issubclass(info.raw_type, Tensor) else "constant")
-    return OutputAlias(kind, info.base_idx, info.output_type is OutputType.is_input, info.requires_grad)

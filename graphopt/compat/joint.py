@@ -18,9 +18,7 @@ from torch import Tensor, fx, nn
 from graphopt.compat.annotating import annotated_by_this_thread
 from graphopt.compat.descriptions import (
     InputDesc,
-    OutputAlias,
     OutputDesc,
-    describe_alias,
     describe_input,
     describe_output,
     take_meshes_out,
@@ -38,7 +36,6 @@ class JointExport:
     module: fx.GraphModule
     inputs: tuple[InputDesc, ...]
     outputs: tuple[OutputDesc, ...]
-    aliases: tuple[OutputAlias, ...]
     out_spec: Any
     guards: tuple[sympy.Basic, ...]
     ranges: dict[sympy.Symbol, Any]
@@ -221,7 +218,6 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
         module=joint.graph_module,
         inputs=tuple(describe_input(node.meta["desc"]) for node in placeholders),
         outputs=tuple(OutputDesc("none", None) if desc is None else describe_output(desc) for desc in output.meta["desc"]),
-        aliases=tuple(describe_alias(info) for info in metadata.output_info),
         out_spec=joint.out_spec,
         guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
         ranges={} if shape_env is None else dict(shape_env.var_to_range),

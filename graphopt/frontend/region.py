@@ -104,7 +104,6 @@ def training_graph(
         inputs=tuple(map(region.describe, inputs)),
         outputs=tuple(_with_name(desc, region) for desc in outputs),
         parameters=region.parameters,
-        aliases=(),
         out_spec=None,
         symbols=frozenset(),
         batch_size=batch_size,

@@ -168,8 +168,8 @@ class FlopsLimit:
             raise self._infeasible()
         value = values[self.profile.order.index(name)]
         if value <= 0:
-            return Selection((), 0, 0.0, "the cheapest tensor", math.inf)
-        return Selection((name,), self.profile.cost([name]), value, "the cheapest tensor", math.inf)
+            return Selection((), 0, 0.0, "the cheapest tensor")
+        return Selection((name,), self.profile.cost([name]), value, "the cheapest tensor")
 
     @cached_property
     def smallest(self) -> float:

@@ -109,6 +109,6 @@ def planned(
         value = math.fsum(problem.importance[k] for k in allocation.train)
         cost = problem.costs.cost(allocation.train)
         before = (None, None) if plan.selection is None else (plan.selection.missed, plan.selection.raised)
-        selection = Selection(trained, cost, value, "one program for FLOPs and memory", allocation.gap, *before)
+        selection = Selection(trained, cost, value, "one program for FLOPs and memory", *before)
         plan = replace(plan, train=frozenset(trained), selection=selection, importance=importance)
     return adopted(plan, Found(smaller, recomputed, problem.merged))

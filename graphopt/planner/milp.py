@@ -14,7 +14,7 @@ from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.rows import Rows
 
 
-def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, time_limit: float) -> tuple[list[int], float]:
+def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, time_limit: float) -> list[int]:
     """The most valuable selection whose live backward nodes cost at most `limit`.
 
     Maximise sum_k I_k x_k with x_k binary, one activity 0 <= y_c <= 1 per class, y_c >= y_d where class c serves all that d
@@ -26,11 +26,11 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
         limit: backward FLOPs.
         time_limit: seconds.
     Returns:
-        (indices, relative gap to the proven bound); ([], inf) if nothing was found in time.
+        Indices; none if nothing was found in time.
     """
     candidates = [i for i, gain in enumerate(importance) if gain > 0]
     if not candidates or limit < 0:
-        return [], 0.0
+        return []
     wanted = sum(1 << i for i in candidates)
     merged: dict[int, int] = {}
     for mask, flops in costs.masks:
@@ -55,13 +55,12 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
             options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
         )
     if result.x is None:
-        return [], float("inf")
+        return []
     chosen = [i for k, i in enumerate(candidates) if result.x[k] > 0.5]
     while chosen and costs.cost(chosen) > limit:  # HiGHS works in floating point; FLOPs are exact
         full = costs.cost(chosen)
         chosen.remove(min(chosen, key=lambda i: importance[i] / (1 + full - costs.cost([j for j in chosen if j != i]))))
-    gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
-    return chosen, gap
+    return chosen
 
 
 @contextlib.contextmanager

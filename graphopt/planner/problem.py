@@ -60,7 +60,6 @@ class Allocation:
         recomputed: positions of segments.
         step_flops: of forward, backward and what is computed again.
         peak_bytes: the largest sum over the moments that the program looks at.
-        gap: how far, relatively, the value may be from the optimum.
     """
 
     train: tuple[int, ...]
@@ -68,7 +67,6 @@ class Allocation:
     recomputed: tuple[int, ...]
     step_flops: int
     peak_bytes: int
-    gap: float
 
 
 def evaluate(problem: Problem, train: Iterable[int], compressed: Iterable[int], recomputed: Iterable[int]) -> tuple[int, int]:

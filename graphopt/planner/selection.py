@@ -29,7 +29,6 @@ class Selection:
         backward_flops: exact FLOPs of the backward nodes of the captured graph that stay alive (`backward_cone`, sigma(m)).
         value: sum of the importance.
         solver: what found it.
-        gap: how far, relatively, the value may be from the optimum; inf if not proven.
         missed: the matrix in which the loss is by far the steepest, where the budget does not reach it, and the fraction that
             does.
         raised: the same where the budget was raised to train that matrix well, and the fraction that it was raised from; "" for
@@ -40,7 +39,6 @@ class Selection:
     backward_flops: int
     value: float
     solver: str
-    gap: float
     missed: tuple[str, float] | None = None
     raised: tuple[str, float] | None = None
 
@@ -76,17 +74,17 @@ def select(
     if not all(math.isfinite(i) for i in importance):
         raise ImportanceError("importance must be finite.")
     if flops_ratio == 1 and spare_flops >= 0:
-        return _selection(costs, importance, range(len(costs.names)), "everything", 0.0)
+        return _selection(costs, importance, range(len(costs.names)), "everything")
     limit = costs.affordable(flops_ratio) + spare_flops
     if limit < min(costs.cost([i]) for i in range(len(costs.names))):
         raise infeasible(costs, flops_ratio)
     found: list[Selection] = []
     if solver in ("auto", "knapsack"):
         chosen = fill(costs, importance, limit, chain_knapsack(costs, importance, limit, resolution))
-        found.append(_selection(costs, importance, chosen, "knapsack", math.inf))
+        found.append(_selection(costs, importance, chosen, "knapsack"))
     if solver in ("auto", "milp"):
-        chosen, gap = graph_milp(costs, importance, limit, time_limit)
-        found.append(_selection(costs, importance, fill(costs, importance, limit, chosen), "milp", gap))
+        chosen = fill(costs, importance, limit, graph_milp(costs, importance, limit, time_limit))
+        found.append(_selection(costs, importance, chosen, "milp"))
     return max(found, key=lambda s: (s.value, -s.backward_flops))
 
 
@@ -99,11 +97,10 @@ def infeasible(costs: BackwardCosts, flops_ratio: float) -> BudgetError:
     )
 
 
-def _selection(costs: BackwardCosts, importance: Sequence[float], chosen: Sequence[int], solver: str, gap: float) -> Selection:
+def _selection(costs: BackwardCosts, importance: Sequence[float], chosen: Sequence[int], solver: str) -> Selection:
     return Selection(
         names=tuple(costs.names[i] for i in sorted(chosen)),
         backward_flops=costs.cost(chosen),
         value=math.fsum(importance[i] for i in chosen),
         solver=solver,
-        gap=gap,
     )

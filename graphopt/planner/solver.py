@@ -95,8 +95,7 @@ def solve(
             smallest_memory=smallest_memory,
             time_limit=time_limit,
         )
-    gap = float(result.mip_gap) if result.mip_gap is not None else float("inf")
-    return Allocation(train, compressed, recomputed, step_flops, peak_bytes, gap)
+    return Allocation(train, compressed, recomputed, step_flops, peak_bytes)
 
 
 def _limit_memory(rows: Rows, problem: Problem, at: _Positions, memory_limit: int | None, smallest_memory: bool) -> None:

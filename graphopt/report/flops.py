@@ -8,10 +8,9 @@ from rich.console import Console
 from rich.table import Table
 
 from graphopt.analysis.flops import FlopProfile, TensorFlops
-from graphopt.analysis.paper_rules import PaperProfile
 
 
-def show_flops(flops: FlopProfile | PaperProfile, shown: Sequence[TensorFlops], console: Console, title: str) -> None:
+def show_flops(flops: FlopProfile, shown: Sequence[TensorFlops], console: Console, title: str) -> None:
     """Print them.
 
     Args:

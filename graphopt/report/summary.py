@@ -226,7 +226,7 @@ def make_report(
         compile_seconds=counters.compile_seconds,
         rewrite_seconds=counters.rewrite_seconds,
         select_seconds=select_seconds,
-        notes=[*graph.notes, *(note for section in sections.values() for note in section.notes), *fallbacks],
+        notes=[*(note for section in sections.values() for note in section.notes), *fallbacks],
         sections={name: dict(section.facts) for name, section in sections.items() if section.facts},
         left_alone={name: why for section in sections.values() for name, why in section.left_alone.items()},
         selection=summarise_selection(plan, graph, captured),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.compat import OutputAlias, OutputDesc, expression, graph_module, output_list, pytree
+from graphopt.compat import OutputDesc, expression, graph_module, output_list, pytree
 from graphopt.errors import LossNotFirst, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
@@ -115,7 +115,6 @@ def for_loss_alone(graph: TrainingGraph) -> TrainingGraph:
         module=without_tangents(graph.module, absent, tangents),
         inputs=tuple(desc for desc, keep in kept if keep),
         refused=(*graph.refused, *(desc.target for desc, keep in kept if not keep)),
-        notes=list(graph.notes),
     )
 
 
@@ -159,8 +158,7 @@ def without_other_outputs(graph: TrainingGraph) -> TrainingGraph:
     loss = next((node for desc, node in descs if desc.kind == "output" and desc.target == 0), None)
     if not isinstance(loss, fx.Node) or loss.meta["val"].dim() or not loss.meta["val"].dtype.is_floating_point:
         raise LossNotFirst(NO_LOSS)
-    own = OutputAlias("fresh", None, False, True)
-    alone = replace(alone.clone(), refused=(), aliases=(own,), out_spec=pytree.tree_structure(0.0))
+    alone = replace(alone.clone(), refused=(), out_spec=pytree.tree_structure(0.0))
     kept = [(d, node) for d, node in descs if d.kind not in ("output", "base") or (d.kind == "output" and d.target == 0)]
     names = {node.name: node for node in alone.graph.nodes}
     results = tuple(names[node.name] if isinstance(node, fx.Node) else node for _, node in kept)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphopt import compat
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.analysis.paper_rules import PaperProfile, paper_profile
+from graphopt.analysis.paper_rules import paper_profile
 from graphopt.capture import capture
 from graphopt.graph import TrainingGraph
 from tests.long_forms import long
@@ -87,7 +87,7 @@ LORA = {
 
 
 @cache
-def profiles(name: str, layers: int) -> tuple[PaperProfile, FlopProfile]:
+def profiles(name: str, layers: int) -> tuple[FlopProfile, FlopProfile]:
     """By the paper's rules, and exactly."""
     graph = build(name, layers)
     return paper_profile(graph), flop_profile(graph)

@@ -83,6 +83,6 @@ def _report(graph: TrainingGraph, flops: FlopProfile, plan: Plan, backend: str) 
         "batch": "symbolic (any size)" if graph.symbolic else f"as in the example: {graph.static_reason}",
         "device": str(graph.example.device),
         "backend": backend,
-        "notes": list(graph.notes),
+        "notes": [],
         "tensors": [asdict(row) for row in tensor_rows(plan, graph, flops, flops, ratio)],
     }
