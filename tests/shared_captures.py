@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import graphopt.capture
 from graphopt import compat
@@ -110,6 +111,8 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: object) -> Any:
         if not isinstance(value, Tensor):
             return None
+        if isinstance(value, DTensor):
+            raise pickle.PicklingError("how a weight is divided is not in what describes it")
         fake = compat.fake_mode_of([value]) is not None
         place = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
         same = self._tensors.setdefault(id(value), len(self._tensors))

@@ -113,11 +113,12 @@ def _bloom(batch: int) -> Any:
     return _causal(BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)), batch)
 
 
-def _bert(batch: int) -> Any:
+def _bert(batch: int, layers: int = 1) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
-                        problem_type="single_label_classification")  # fmt: skip  # else the first forward writes it
+    # without a type of problem the first forward would write it
+    config = BertConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+                        vocab_size=VOCABULARY, problem_type="single_label_classification")  # fmt: skip
     ids = tokens(batch)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch,))}
     return BertForSequenceClassification(config), inputs

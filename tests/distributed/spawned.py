@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import FORKED
+from tests.shared_captures import shared_captures
 
 SECONDS = 120
 
@@ -77,7 +78,8 @@ def _run(theirs: Connection, group: tuple[str, int, float], rank: int, work: Cal
     store = dist.FileStore(place, size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout))
     try:
-        value = work(rank, *args)
+        with shared_captures():
+            value = work(rank, *args)
     except Exception:  # handed to the test, which fails with it: see `results`
         value = traceback.format_exc()
     theirs.send_bytes(pickle.dumps(value))

@@ -80,7 +80,7 @@ def frozen() -> nn.Module:
 def llama() -> nn.Module:
     """With tied embeddings."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
     return transformers.LlamaForCausalLM(config).double()
 

@@ -27,7 +27,7 @@ def bert() -> nn.Module:
     torch.manual_seed(0)
     return transformers.BertForSequenceClassification(
         transformers.BertConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=100,
+            hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, vocab_size=100,
             max_position_embeddings=32, num_labels=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
@@ -74,7 +74,7 @@ def work(rank: int, folder: str) -> dict[str, Any]:
         found[f"accumulation {accumulation}"] = weights(plain), weights(ours)
         wrapped = ours.model_wrapped
         found["wrapped"] = type(wrapped).__name__, [hook.__name__ for hook, _ in wrapped._comm_hooks]
-    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.6), backend="aot_eager", mesh=mesh)
+    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.2), backend="aot_eager", mesh=mesh)
     selected = trained(str(Path(folder) / "selected"), callback)
     found["selected"] = sorted(callback.opt.selected), weights(selected), callback.opt.report.communication.bytes
     found["gradients"] = sum(p.nbytes for n, p in selected.model.named_parameters() if n in callback.opt.selected)
@@ -112,7 +112,7 @@ def sharded(folder: str) -> dict[str, Any]:
         return {name: p.full_tensor() for name, p in trainer.model.named_parameters()}
 
     with as_on_gpus():
-        for name, budget, accumulation in (("exact", None, 2), ("selected", graphopt.Budget(flops=0.6), 4)):
+        for name, budget, accumulation in (("exact", None, 2), ("selected", graphopt.Budget(flops=0.2), 4)):
             callback = graphopt.TrainerCallback(budget, backend="aot_eager")
             ours, opt = run(callback, bert(), accumulation), callback.opt
             found[f"{name}, done"] = opt.model_runs, found["log"]["graphopt/original_steps"], opt.report.communication.bytes > 0

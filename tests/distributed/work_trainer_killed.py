@@ -40,7 +40,7 @@ def work(rank: int, folder: str, kills: bool = False, resumes: bool = False) -> 
         here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
-    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.6), backend="aot_eager", mesh=mesh)
+    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.2), backend="aot_eager", mesh=mesh)
     arguments = transformers.TrainingArguments(
         output_dir=folder, max_steps=STEPS, per_device_train_batch_size=JOINT // size, learning_rate=1e-2, logging_steps=1,
         save_strategy="steps", save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
