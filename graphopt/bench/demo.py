@@ -90,7 +90,7 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
     budget, rate = (None, args.lr) if kind == "full" else (args.budget, args.budget_lr)
     name = "full" if budget is None else f"flops={budget}"
     model = pretrained_minilm(classes, seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     example, batches = next(train.batches(args.batch, seed)), train.batches(args.batch, seed)
     task = bar.add_task(f"{name} seed {seed}: compiling", total=1.0)
     step, compile_seconds = prepare(budget, model, optimizer, example)

@@ -123,11 +123,11 @@ def measure(case: str, repeats: int, device: str, progress: Callable[[], None], 
 def _prepared(kind: str, rewrite: Lsp | None, model: nn.Module, x: Tensor) -> _Variant:
     if rewrite is None:
         step: Callable[..., Tensor] = torch.compile(model)
-        make = GaloreAdamW if kind.startswith("GaLore") else torch.optim.AdamW
+        make = GaloreAdamW if kind.startswith("GaLore") else partial(torch.optim.AdamW, fused=True)
         optimizer: torch.optim.Optimizer = make(model.parameters(), lr=1e-5)
     else:
         opt = graphopt.optimize(model, (x,), passes=[rewrite])
-        step, optimizer = opt, opt.make_optimizer(torch.optim.AdamW, lr=1e-5)
+        step, optimizer = opt, opt.make_optimizer(torch.optim.AdamW, lr=1e-5, fused=True)
 
     def run_once() -> None:
         step(x).backward()

@@ -169,7 +169,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Put the plan into the checkpoint that the Trainer has just written."""
         if self.opt is None or self._steps is None or not args.should_save:
             return
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        folder = _run_folder(args) / f"checkpoint-{state.global_step}"
         try:
             if not folder.is_dir():
                 raise FileNotFoundError(f"there is no folder {folder}")
@@ -217,7 +217,15 @@ def _checkpoint(args: Any, state: Any) -> Path:
     for named in (*given, args.resume_from_checkpoint):
         if isinstance(named, (str, os.PathLike)) and Path(named).is_dir():
             return Path(named) / STATE_FILE
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / STATE_FILE
+    return _run_folder(args) / f"checkpoint-{state.global_step}" / STATE_FILE
+
+
+def _run_folder(args: Any) -> Path:
+    """Where the Trainer puts checkpoints: every trial of a `hyperparameter_search` has a folder of its own."""
+    trainer = next((names["self"] for names in _callers() if isinstance(names.get("self"), transformers.Trainer)), None)
+    if trainer is None or getattr(trainer, "hp_search_backend", None) is None:
+        return Path(args.output_dir)
+    return Path(trainer._get_output_dir(trial=trainer._trial))
 
 
 def _steps_per_epoch(args: Any, loader: Any) -> int | None:

@@ -51,7 +51,7 @@ class PlanSummary:
         contributions: per installed pass, FLOPs of the step and bytes kept for the backward before and after it.
         not_needed: why, by pass.
         remaining: of each dimension that the budget limits: the limit, what the plan uses by its own forecast, and the rest.
-        predicted: "seconds" of the forward and backward that ran last (see `step_seconds`), once they were measured three times;
+        predicted: "seconds" of the forward and backward that ran last, in all graphs (see `step_seconds`), once measured thrice;
             "peak_bytes" where memory is limited. None otherwise.
         measured: "seconds" of a training step, optimizer and data loading included; "forward_backward" of the step that ran last,
             where that is not an accelerator's; "peak_bytes" of the device's allocator, where it has one. None otherwise.
@@ -84,8 +84,8 @@ def summarise(
     limits = {name: limit for name, limit in plan.budget.stated().items() if name in used}
     remaining = {name: {"limit": limit, "used": used[name], "left": limit - used[name]} for name, limit in limits.items()}
     ran = None if step is None else median(step.seconds)
-    predicted = None if step is None or ran is None else step_seconds(step.graph, fuses)
-    inputs = () if step is None else (node.meta.get("val") for node in step.graph.placeholders)
+    predicted = None if step is None or ran is None else sum(step_seconds(graph, fuses) for graph in step.graphs)
+    inputs = () if step is None else (node.meta.get("val") for graph in step.graphs for node in graph.placeholders)
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
         ran = None
     idle = {p.name: technique(p).unneeded for p in plan.passes}

@@ -5,7 +5,7 @@ times by which orders of products were chosen, and, where it is given, the optim
 are the model's (`state_dict`), and the global random state is the caller's.
 
 A state goes on with the passes and the budget that it was saved with: a selection or ratios found under another budget would not
-meet the one that is stated.
+meet the one that is stated. A model that runs as it is (`DisabledModule`) has no plan, and keeps that of a state that it loads.
 """
 
 from __future__ import annotations
@@ -70,9 +70,15 @@ class _OptimizerState:
 
 @dataclass(frozen=True)
 class _State:
+    """A checkpoint.
+
+    Attributes:
+        plan: None: of a model that ran as it is.
+    """
+
     versions: dict[str, str]
     parameters: dict[str, tuple[int, ...]]
-    plan: _PlanState
+    plan: _PlanState | None
     parts: dict[str, Any]
     optimizer: _OptimizerState | None
 
@@ -80,42 +86,66 @@ class _State:
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     parts: Parts,
     optimizer: torch.optim.Optimizer | None,
     names: Names,
+    kept: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint; see `OptimizedModule.save_state`."""
+    """Write a checkpoint; see `OptimizedModule.save_state`.
+
+    Args:
+        plan: None: the model runs as it is.
+        kept: what `held` returned, all of which but the optimizer's state stays as it is.
+    """
     held = {name: part.snapshot() for name, part in parts.items()}
     state = _State(
         versions={"graphopt": graphopt.__version__, "torch": torch.__version__},
-        parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
-        plan=_plan_state(plan),
+        parameters=_shapes(model),
+        plan=None if plan is None else _plan_state(plan),
         parts=held,
         optimizer=None if optimizer is None else _optimizer_state(optimizer, names, held),
     )
-    write_state(path, to_plain(state))
+    tree = to_plain(state)
+    write_state(path, tree if kept is None else {**kept, "optimizer": tree["optimizer"]})
+
+
+def held(path: str | os.PathLike[str], model: nn.Module) -> dict[str, Any] | None:
+    """A checkpoint of this model that holds a plan, as it was read; None if there is none such at `path`."""
+    with contextlib.suppress(InputError):
+        tree = read_state(path)
+        saved = from_plain(_State, tree, "the state")
+        _check_model(saved.parameters, _shapes(model))
+        return tree if saved.plan is not None else None
+    return None
 
 
 def prepare(
     path: str | os.PathLike[str],
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     parts: Parts,
     optimizer: torch.optim.Optimizer | None,
     names: Names,
-) -> tuple[Plan, Callable[[], None], Callable[[], None]]:
+) -> tuple[Plan | None, Callable[[], None], Callable[[], None]]:
     """Read a checkpoint and check it; see `OptimizedModule.load_state`. Nothing is changed yet.
 
+    Args:
+        plan: None: the model runs as it is. Where only one of it and the checkpoint has a plan, the optimizer's state alone is
+            loaded.
+
     Returns:
-        The plan that it makes of `plan`, what loads `optimizer`, which may refuse the state, and what puts the rest in force.
+        The plan that it makes of `plan`, None where either has none; what loads `optimizer`, which may refuse the state; and what
+        puts the rest in force.
     """
     tree = read_state(path)
     with _refused(path):
         saved = from_plain(_State, tree, "the state")
-        _check_model(saved.parameters, {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)})
-        after = _prepared_plan(saved.plan, plan, saved.parameters)
-        if set(saved.parts) != set(parts):
+        _check_model(saved.parameters, _shapes(model))
+        after = None if plan is None or saved.plan is None else _prepared_plan(saved.plan, plan, saved.parameters)
+        if (plan is None) != (saved.plan is None):
+            parts = {}
+        elif set(saved.parts) != set(parts):
             different = ", ".join(sorted(set(saved.parts) ^ set(parts)))
             raise InputError(f"only one of the checkpoint and this model has {different}: use the same passes and budget.")
         steps = [part.prepare(saved.parts[name]) for name, part in parts.items()]
@@ -140,6 +170,10 @@ def _refused(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except InputError as error:
         raise InputError(f"{path} was not loaded, and nothing was changed: {error}") from error
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def _check_model(saved: Mapping[str, tuple[int, ...]], ours: Mapping[str, tuple[int, ...]]) -> None:
@@ -252,7 +286,10 @@ def _checked_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: N
     if saved.optimizer is None:
         raise InputError("it was saved without an optimizer: load it without one, and save with save_state(path, optimizer).")
     if saved.optimizer.kind != _kind(optimizer):
-        raise InputError(f"it was saved with {saved.optimizer.kind}, and this optimizer is {_kind(optimizer)}.")
+        raise InputError(
+            f"it was saved with {saved.optimizer.kind}, and this optimizer is {_kind(optimizer)}: make such a one, or load "
+            "the state without an optimizer."
+        )
     theirs, ours = saved.optimizer.parameters, _parameters(optimizer, names)
     if theirs != ours:
         raise InputError(

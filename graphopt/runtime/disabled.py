@@ -1,10 +1,12 @@
 """The model itself in the place of an optimised one: with GRAPHOPT_DISABLE=1, or where `verify=True` has found a difference.
 
-Code written for an `OptimizedModule` runs unchanged: `make_optimizer` makes the ordinary optimizer, controllers do nothing.
+Code written for an `OptimizedModule` runs unchanged: `make_optimizer` makes the ordinary optimizer, controllers do nothing, and
+states that are loaded and saved keep their plan, for when it is in force again.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -24,8 +26,10 @@ from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
+from graphopt.runtime import checkpoint
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.counters import Counters
+from graphopt.runtime.load_optimizer import put_back
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
 
@@ -62,6 +66,7 @@ class DisabledModule(OptimizedModule):
         super().__init__(model, captures, None, Plan(budget, ()), loss, ranks=ranks)  # type: ignore[arg-type]
         self.__dict__["_reason"] = reason
         self.__dict__["_compiles"] = compiles
+        self.__dict__["_kept"] = None
         self.start_techniques()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +99,33 @@ class DisabledModule(OptimizedModule):
     def reselect(self, batch: Any, optimizer: torch.optim.Optimizer | None = None, tolerance: float = 0.05) -> Reselection:
         """Everything stays trained."""
         return Reselection(False, 0.0, 0.0)
+
+    def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Write the optimizer's state, beside the plan of the state that was loaded.
+
+        If none was loaded, the plan in the file that is overwritten stays there, with a warning.
+
+        Args, Raises:
+            See `OptimizedModule.save_state`.
+        """
+        kept = self._kept
+        if kept is None and (kept := checkpoint.held(path, self._model)) is not None:
+            self.note(f"{path} holds a plan that was not loaded: it stays there, with the optimizer's state of this run")
+        checkpoint.save(path, self._model, None, self._parts(), optimizer, self._names(), kept)
+
+    def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Load the optimizer's state. A plan is kept as it is, for `save_state`; its budget and passes are not compared.
+
+        Args, Raises:
+            See `OptimizedModule.load_state`.
+        """
+        prepare = functools.partial(checkpoint.prepare, path, self._model, None, self._parts(), optimizer, self._names())
+        _, load, restore = self._ranks.together(prepare, "loading a state")
+        kept = checkpoint.held(path, self._model)
+        with put_back(optimizer):
+            self._ranks.together(load, "loading an optimizer's state")
+        restore()
+        self.__dict__["_kept"] = kept
 
     @property
     def report(self) -> Report:

@@ -302,7 +302,8 @@ class OptimizedModule(PlannedModule):
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Go on from what `save_state` wrote, in a model that was optimised with the same passes and budget; on every rank.
 
-        Make controllers and the optimizer before, and load the model's weights, too.
+        Make controllers and the optimizer before, and load the model's weights, too. A state without a plan, as it is saved where
+        graphopt is switched off, leaves the plan of this model as it is, with a warning.
 
         Args:
             optimizer: to which the optimizer's state in the file is given; without it, that is left out.
@@ -314,6 +315,9 @@ class OptimizedModule(PlannedModule):
 
         prepare = functools.partial(checkpoint.prepare, path, self._model, self._plan, self._parts(), optimizer, self._names())
         plan, load, restore = self._ranks.together(prepare, "loading a state")
+        if plan is None:
+            self.note(f"{path} holds no plan, as graphopt was off or unable when it was saved: the plan of optimize() stays")
+            plan = self._plan
         self._ranks.check_same(in_common(plan), "the plan of a state file")
         with put_back(optimizer):
             self._ranks.together(load, "loading an optimizer's state")

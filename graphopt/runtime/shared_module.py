@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,6 +17,9 @@ _SHARED = (
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
 
+_PRIVATE = ("_apply", "_load_from_state_dict", "_named_members", "_get_name", "__repr__")
+"""Private methods of nn.Module that models override, and that it, or a module that holds this one, calls."""
+
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
     """A module before it has a state."""
@@ -22,6 +28,8 @@ def _empty(kind: type[nn.Module]) -> nn.Module:
 
 class SharedModule(nn.Module):
     """Passes for `model`: `state_dict` keys, optimizers and checkpoints stay as they are, and other attributes are the model's.
+
+    So are methods of nn.Module that the model overrides; see `_overridable`.
 
     Attributes:
         without_code: names of attributes that hold compiled code, which copies and pickles do without.
@@ -93,6 +101,10 @@ class SharedModule(nn.Module):
             return True
         return name.startswith("_") and not hasattr(model, name)
 
+    def __dir__(self) -> list[str]:
+        """With what the model lists, whose attributes it passes on."""
+        return sorted({*dir(self._model), *super().__dir__()})
+
     def __len__(self) -> int:
         """Of a model that has a length, such as `nn.Sequential`."""
         return len(self._model)
@@ -135,3 +147,25 @@ class SharedModule(nn.Module):
         """Set training mode on the model, through its own `train`."""
         self._model.train(mode)
         return self
+
+
+def _overridable(name: str) -> Callable[..., Any]:
+    """The method `name` of nn.Module, in whose place the model's own runs where its class, or itself, has one."""
+    inherited = getattr(nn.Module, name)
+
+    @functools.wraps(inherited)
+    def method(self: SharedModule, *args: Any, **kwargs: Any) -> Any:
+        model = self.__dict__.get("_model")
+        if model is None or (name not in model.__dict__ and getattr(type(model), name) is inherited):
+            return inherited(self, *args, **kwargs)
+        result = getattr(model, name)(*args, **kwargs)
+        return self if result is model else result
+
+    return method
+
+
+for _name, _value in vars(nn.Module).items():
+    if _name in vars(SharedModule) or _name == "forward" or not inspect.isfunction(_value):
+        continue
+    if not _name.startswith("_") or _name in _PRIVATE:
+        setattr(SharedModule, _name, _overridable(_name))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import transformers
 from graphopt.passes import Vcas
+from transformers.trainer_utils import HPSearchBackend
 
 import graphopt
 from graphopt.integrations.trainer import STATE_FILE
@@ -87,6 +88,22 @@ def test_a_plan_is_resumed_from_wherever_the_checkpoint_lies(tmp_path: Path, war
     resumed = trainer(classifier(), points(), tmp_path / "resumed", [callback(0.7)], **options)
     resumed.train(resume_from_checkpoint=str(elsewhere))
     assert same(whole.model, resumed.model)
+    assert not warnings
+
+
+def test_every_trial_of_a_search_has_its_plan(tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `hyperparameter_search` runs them under optuna, each with a model and a folder of its own."""
+    monkeypatch.setattr("transformers.integrations.hp_params", lambda trial: trial.params)
+    run = trainer(classifier(), points(), tmp_path, [callback(0.7)], save_strategy="steps", save_steps=2, max_steps=2)
+    run.model_init = lambda: classifier()
+    run.hp_search_backend, run.hp_name = HPSearchBackend.OPTUNA, None
+    run.hp_space = lambda trial: {"learning_rate": 0.01 * (1 + trial.number)}
+    for number in range(2):
+        run.train(trial=SimpleNamespace(number=number, params={}))
+    assert sorted(path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob(STATE_FILE)) == ["run-0", "run-1"]
+    run.hp_search_backend = None
+    run.train()
+    assert (tmp_path / "checkpoint-2" / STATE_FILE).exists()
     assert not warnings
 
 

@@ -97,6 +97,29 @@ def test_it_is_reported_beside_what_was_measured() -> None:
     assert "predicted        forward and backward" in str(opt.report)
 
 
+class Broken(nn.Module):
+    """Two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 64), nn.Linear(64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).relu()
+        torch._dynamo.graph_break()
+        return self.second(hidden).square().mean()
+
+
+def test_all_graphs_of_a_step_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(16, 8)
+    opt = graphopt.optimize(Broken(), (x,), backend="aot_eager")
+    for _ in range(3):
+        opt(x).backward()
+    monkeypatch.setattr("graphopt.report.plan.step_seconds", lambda graph, fuses: 1.0)
+    assert opt.report.plan is not None
+    assert opt.report.plan.predicted["seconds"] == 2.0
+
+
 def test_products_of_the_forecast_are_not_those_that_orders_are_chosen_by() -> None:
     from graphopt.planner.product_times import product_times
 
