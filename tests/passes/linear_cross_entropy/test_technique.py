@@ -243,10 +243,18 @@ def test_what_cannot_be_divided_is_left_alone_with_a_reason() -> None:
             logits = self.head(self.layer(self.embed(ids))).flatten(0, 1)
             return F.cross_entropy(logits - logits.mean(0), labels.flatten())
 
-    for model, reason in ((PerToken(), "read again by them"), (Mixed(), "read again by them")):
+    class ByVocabulary(LanguageModel):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.layer(self.embed(ids))).transpose(1, 2), labels)
+
+    whole = "make them (tokens, vocabulary)"
+    for model, reason in ((PerToken(), "read again by them"), (Mixed(), "read again by them"), (ByVocabulary(), whole)):
         found, left = find_heads(prepared(capture(model, batch(), symbolic=False)))
         assert not found
         assert reason in left["head.weight"]
+    opt = graphopt.optimize(model, batch(), passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    opt(*batch()).backward()
+    assert whole in opt.report.left_alone["head.weight"]
     with pytest.raises(PassError, match="no such head"):
         run_pass(LinearCrossEntropy(), capture(LanguageModel(), batch(), symbolic=False), ["layer.weight"])
     with pytest.raises(PassError, match="chunks=0 must be at least 1"):
