@@ -204,7 +204,13 @@ def test_outputs_beside_the_loss_that_are_differentiated_keep_their_gradient() -
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", [lambda g: g.clamp(-1e-3, 1e-3), lambda g: g * g.abs(), lambda g: g / g.norm()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g.clamp(-1e-3, 1e-3), lambda g: g * g.abs(), lambda g: g / g.norm(),
+        *[lambda g, d=d: g.to(d).to(g.dtype) for d in (torch.bool, torch.int32, torch.float8_e5m2, torch.float8_e4m3fn)],
+    ],
+)  # fmt: skip
 def test_a_gradient_that_a_hook_changes_is_left_whole(change: Any) -> None:
     """A chunk's gradient is scaled by the loss's afterwards, which is the same for what is linear in it alone."""
 
