@@ -1,4 +1,4 @@
-"""FLOPs of one operator: torch's own registry, extended where it lacks an operator.
+"""FLOPs of one operator: torch's own registry, extended where it lacks an operator, and corrected for grouped convolutions.
 
 A multiply-add is 2 FLOPs, as in `torch.utils.flop_counter`. Element-wise work is not counted, there or here.
 """
@@ -72,6 +72,18 @@ def _distances(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwarg
     return 2 * math.prod(left[:-1]) * right[-2] * (left[-1] + 2)
 
 
+def _convolution_backward(
+    gradient: Any, inputs: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *args: Any,
+    **kwargs: Any,
+) -> Any:  # fmt: skip
+    """Of each gradient, of input and weight, what the forward takes: 2 * B * places * |W|, where W has inputs of one group.
+
+    torch counts the weight's as many times as there are groups.
+    """
+    places = inputs if transposed else gradient
+    return 2 * inputs[0] * math.prod(places[2:]) * math.prod(weight) * sum(args[-1][:2])
+
+
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "transformers.grouped_mm_fallback": _grouped,
     "transformers.grouped_mm_fallback_backward": _grouped_backward,
@@ -92,11 +104,12 @@ ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     torch.ops.graphopt.combine_rows: combine_rows_flops,
     torch.ops.graphopt.by_tokens: by_tokens_flops,
 }
-"""Formulas that torch's registry lacks; pass them to `FlopCounterMode(custom_mapping=...)` to compare like with like."""
+"""Formulas that torch's registry lacks, or has wrong; `FlopCounterMode(custom_mapping=...)` compares like with like by them."""
 
 for _packet in list(ADDED_FORMULAS):
     if _packet in flop_registry:
         del ADDED_FORMULAS[_packet]
+ADDED_FORMULAS[aten.convolution_backward] = _convolution_backward
 
 
 def _shape(value: Any) -> Any:

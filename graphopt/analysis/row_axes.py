@@ -127,9 +127,16 @@ class Rules:
         return gradient and first in zeros  # gradients come first, and enter linearly
 
     def is_linear(self, node: fx.Node, gradients: Mapping[fx.Node, Axis]) -> bool:
-        """Whether a node is linear in `gradients`, so that a factor of theirs may be applied to its result."""
+        """Whether a node is linear in `gradients`, so that a factor of theirs may be applied to its result.
+
+        A cast is taken to be so where it rounds each number by a part of itself. Integers and truth values do not. Types of 8
+        bits and fewer do so in a range that a factor leaves. That of float16 is left to the caller.
+        """
         if not self.keeps_zeros(node, gradients):
             return False
+        if node.target is aten._to_copy.default:
+            dtype = node.meta["val"].dtype
+            return bool(dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1))
         if node.target in SUMS:
             return True
         return sum(argument in gradients for argument in arguments(node)) == 1  # a square is not, nor what they decide

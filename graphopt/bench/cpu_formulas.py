@@ -1,4 +1,4 @@
-"""FLOPs of operators that torch's own counter does not know on CPUs, written down apart from graphopt's, which they check."""
+"""FLOPs of operators that torch's own counter does not know on CPUs, or has wrong, apart from graphopt's, which they check."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, sdpa_backward_flop_count, sdpa_flop_count
 
 
 def cpu_formulas() -> dict[Any, Callable[..., int]]:
@@ -16,6 +16,7 @@ def cpu_formulas() -> dict[Any, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention_for_cpu: _attention,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
         aten._grouped_mm: _grouped,
+        aten.convolution_backward: _convolution_backward,
     }
     if hasattr(experts, "grouped_mm_fallback"):  # in its place in what is compiled, once transformers has been imported
         found[experts.grouped_mm_fallback] = _grouped
@@ -29,6 +30,12 @@ def _attention(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> i
 
 def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+def _convolution_backward(gradient: Any, inputs: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
+    """Each gradient as the forward: torch counts that of the weight once for each group."""
+    transposed, *_, mask = args[4:]
+    return conv_flop_count(inputs, weight, gradient, transposed=transposed) * (mask[0] + mask[1])
 
 
 def _grouped(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:

@@ -121,10 +121,10 @@ class SelectionController:
 
 
 class MergeController:
-    """Looks every so many steps whether adapters have grown enough to be merged with their weights in half precision.
+    """Looks every so many steps whether adapters have grown enough to be merged with their weights in low precision.
 
     A merged order computes X(W + cAB). While cAB is small against W, rounding W + cAB loses it, so such layers are computed
-    unmerged; in float32 nothing is ever lost and this controller never changes anything.
+    unmerged. In float32 nothing is lost, and this controller changes nothing, unless products calculate in TF32 or bfloat16.
 
     Example:
         controller = MergeController(opt, every=100)

@@ -251,7 +251,7 @@ class OptimizedModule(PlannedModule):
         self._install(plan, self._graph, self.__dict__["_profile"])
 
     def recheck_merges(self) -> bool:
-        """Measure again where merging a weight with its adapters would lose them to rounding (half precision only).
+        """Measure again where merging a weight with its adapters would lose them to rounding (half precision, TF32).
 
         Returns:
             Whether that changed for a layer; its next step is then compiled anew.

@@ -138,6 +138,10 @@ def find_heads(graph: TrainingGraph) -> tuple[list[Head], dict[str, str]]:
             heads.append(_head(graph, node))
         except NotSeparable as reason:
             left_alone[_name(graph, node)] = str(reason)
+    for node in graph.graph.find_nodes(op="call_function", target=aten.nll_loss2d_forward.default):
+        left_alone.setdefault(
+            _name(graph, node), "its logits are (N, vocabulary, ...) for the loss: make them (tokens, vocabulary)"
+        )
     return heads, left_alone
 
 

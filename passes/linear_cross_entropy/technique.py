@@ -42,14 +42,20 @@ LEAST_TOKENS = 32
 
 @dataclass(frozen=True)
 class Chunk:
-    """How many tokens are worked on at a time, as `Budget(memory=...)` needs it; 0: the head stays whole, whatever the batch."""
+    """How many tokens are worked on at a time.
 
-    tokens: int
+    Attributes:
+        tokens: as `Budget(memory=...)` needs it; 0: heads stay whole, whatever the batch; None: as each head is worth it.
+        worth_it: the heads that were so for the example, which are divided in graphs for any batch, whichever these met first.
+    """
+
+    tokens: int | None
+    worth_it: tuple[str, ...] = ()
 
     @property
     def key(self) -> Hashable:
         """See `Decision`."""
-        return str(self.tokens)
+        return str(self.tokens) if self.tokens is not None else f"by themselves: {self.worth_it}"
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,11 @@ class LinearCrossEntropy(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it; or stay for the memory's sake alone."""
-        worth_it = self._is_worth_it(plan, planning.graph)
+        worth_it = self._worth_it(plan, planning.graph)
         if not worth_it and plan.memory is not None and self.chunks is None and self.applicable(planning.graph):
             return plan.decided(self.name, Chunk(0))
         if worth_it or not planning.auto:
-            return plan
+            return plan.decided(self.name, Chunk(None, worth_it)) if worth_it and self.chunks is None else plan
         return plan.without(self, "rows of logits are left out instead" if _samples(plan) else self.unneeded)
 
     def for_all_outputs(self, plan: Plan) -> Plan:
@@ -118,20 +124,22 @@ class LinearCrossEntropy(Technique):
         found = {head.name: self._tokens_of(head, plan, graph) for head in heads}
         return {name: tokens for name, tokens in found.items() if tokens is not None}
 
-    def _is_worth_it(self, plan: Plan, graph: TrainingGraph) -> bool:
+    def _worth_it(self, plan: Plan, graph: TrainingGraph) -> tuple[str, ...]:
         if self.chunks is not None or _samples(plan):
-            return bool(self._chosen(plan, graph))
-        return any(_by_default(head, graph) for head in find_heads(prepared(graph))[0])
+            return tuple(self._chosen(plan, graph))
+        return tuple(head.name for head in find_heads(prepared(graph))[0] if _by_default(head, graph))
 
     def _tokens_of(self, head: Head, plan: Plan, graph: TrainingGraph) -> int | None:
         """How many tokens of a head are worked on at a time; None: it is left whole."""
         if self.chunks is not None:
             return None if self.chunks == 1 else -(-head.tokens // self.chunks)
         decided = plan.decisions.get(self.name)
-        if decided is not None:
+        if decided is not None and decided.tokens is not None:
             return decided.tokens or None
         chosen = _by_default(head, graph)
-        return FEWEST_TOKENS if chosen is None and head.symbolic else chosen  # the plan has chosen it for another batch
+        if chosen is None and head.symbolic and decided is not None and head.name in decided.worth_it:
+            return FEWEST_TOKENS  # the graph serves the batch for which it was worth it, too
+        return chosen
 
     def apply(self, graph: TrainingGraph, decisions: Collection[Any] | Mapping[str, int]) -> Changes:
         """Compute the heads in `decisions` for as many tokens at a time as these say; of those that are names alone in `chunks`.

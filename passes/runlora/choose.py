@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 TOLERABLE = 0.1
 """Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
 
+FLOAT32_BITS = 23
+"""Of the fraction of a float32 number."""
+
 CLOSE = 1.3
 """Orders within this factor of the best by roofline are timed product by product."""
 
@@ -112,7 +115,7 @@ def _choose(
     blocked = layer.unmergeable
     if error > TOLERABLE:
         legal = [o for o in legal if not o.merges]
-        blocked = f"merging would lose {error:.0%} of the adapter in {layer.base.meta['val'].dtype}"
+        blocked = f"merging would lose {error:.0%} of the adapter in products of {layer.base.meta['val'].dtype}"
     flops = {o: order_flops(o, shape) for o in legal}
     saved = {o: saved_bytes(o, shape) for o in legal}
     most = order_flops(before, shape) if price == 0 else math.inf
@@ -165,8 +168,9 @@ def _roofline(order: Order, shape: LayerShape, times: ProductTimes) -> float:
 
 
 def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Per layer in half precision the part of its adapters' contribution that rounding W + cAB loses: |error| / |cAB|.
+    """Per layer the part of its adapters' contribution that rounding W + cAB loses: |error| / |cAB|.
 
+    In half precision the sum is rounded. In float32 the product rounds it where it calculates with fewer bits, as in TF32.
     An adapter that contributes nothing yet (B = 0) counts as lost entirely. Layers in full precision are left out.
 
     Args:
@@ -177,21 +181,47 @@ def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[st
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
         if desc.kind in ("parameter", "buffer") and desc.target in tensors
     }
+    bits: dict[torch.device, int] = {}
     errors = {}
     for layer in find_lora_sites(graph).layers:
-        if layer.base.meta["val"].dtype in (torch.float32, torch.float64) or layer.unmergeable:
+        if layer.base.meta["val"].dtype == torch.float64 or layer.unmergeable:
             continue
         operands = product(layer.base)
         assert operands is not None
         weight = _evaluate(operands[1], placeholders)
+        if weight.dtype == torch.float32:
+            if weight.device not in bits:
+                bits[weight.device] = product_bits(weight.device)
+            if bits[weight.device] == FLOAT32_BITS:
+                continue
         change = torch.zeros_like(weight, dtype=torch.float32)
         for adapter in layer.adapters:
             a, b = (_evaluate(n, placeholders) for n in (adapter.first.args[1], adapter.second.args[1]))
             change += adapter.scale * (a.float() @ b.float())
-        rounded = (weight.float() + change).to(weight.dtype).float() - weight.float()
+        before, merged = weight.float(), (weight.float() + change).to(weight.dtype).float()
+        if weight.dtype == torch.float32:
+            before, merged = (_rounded(x, bits[weight.device]) for x in (before, merged))
         size = float(change.norm())
-        errors[layer.name] = float((rounded - change).norm()) / size if size else 1.0
+        errors[layer.name] = float((merged - before - change).norm()) / size if size else 1.0
     return errors
+
+
+def product_bits(device: torch.device) -> int:
+    """Bits of fractions that float32 products calculate with: 23, but 10 in TF32 and 7 in bfloat16.
+
+    It is tried: settings ask for less, and the device decides.
+    """
+    numbers = 1 + 0.5 ** torch.arange(1, FLOAT32_BITS + 1, device=device, dtype=torch.float32)
+    factor = torch.ones(256, 256, device=device, dtype=torch.float32)
+    factor[:, :FLOAT32_BITS] = numbers
+    kept = (factor @ torch.eye(256, device=device, dtype=torch.float32))[:, :FLOAT32_BITS] == numbers
+    return int(kept.all(0).sum())
+
+
+def _rounded(numbers: Tensor, bits: int) -> Tensor:
+    """Float32 numbers whose fractions have so many bits."""
+    unit = 1 << FLOAT32_BITS - bits
+    return ((numbers.contiguous().view(torch.int32) + unit // 2) & -unit).view(torch.float32)
 
 
 def _evaluate(node: Any, placeholders: Mapping[fx.Node, Tensor]) -> Tensor:

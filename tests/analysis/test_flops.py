@@ -1,5 +1,6 @@
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from graphopt import InputError
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS, node_flops
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.analysis.segments import find_segments
+from graphopt.bench.cpu_formulas import cpu_formulas
 from graphopt.capture import capture, capture_to_run
 from graphopt.graph import BATCH, TrainingGraph
 from graphopt.testing import check_passes
@@ -164,6 +166,37 @@ def test_products_within_one_operator_are_counted(layer: Callable[[Tensor], Tens
     with FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as counter:
         model(x).backward()
     assert flops.step == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_convolutions_are_counted_once_whatever_their_groups(kind: Any, groups: int) -> None:
+    """A place of the kernel multiplies each input with the outputs of its group; FlopCounterMode is right for one group."""
+    layer, x = kind(4, 8, 3, stride=2, groups=groups), torch.randn(2, 4, *[9] * (1 if kind is nn.Conv1d else 2))
+    x.requires_grad_()
+    places = x if kind is nn.ConvTranspose2d else layer(x)
+    once = 2 * 2 * places[0, 0].numel() * 3 ** (x.dim() - 2) * 4 * 8 // groups
+    with (
+        FlopCounterMode(display=False) as plain,
+        FlopCounterMode(display=False, custom_mapping=ADDED_FORMULAS) as ours,
+        FlopCounterMode(display=False, custom_mapping=cpu_formulas()) as apart,
+    ):
+        layer(x).square().sum().backward()
+    assert ours.get_total_flops() == apart.get_total_flops() == 3 * once
+    assert plain.get_total_flops() == (2 + groups) * once
+    flops = graphopt.analyze(nn.Sequential(layer, nn.Flatten(), Summed()), (x,), backend="aot_eager").flops
+    assert (flops.forward, flops.backward) == (once, 2 * once)
+    assert flops.cost(["0.bias"]) == once  # the gradient of the input
+    x.requires_grad_(False)
+    flops = graphopt.analyze(nn.Sequential(layer, nn.Flatten(), Summed()), (x,), backend="aot_eager").flops
+    assert (flops.forward, flops.backward) == (once, once)
+
+
+class Summed(nn.Module):
+    """A loss of any output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().sum()
 
 
 def test_products_of_experts_are_counted_whoever_multiplies_them() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from graphopt.passes import LinearCrossEntropy, Recompute, run_pass
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphopt
@@ -65,6 +67,41 @@ def test_a_head_that_is_left_whole_stays_whole_in_the_graph_for_any_batch() -> N
     assert abs(peak() - planned) <= 2**10
     assert opt.last_step is not None
     assert all(node.target is not torch.ops.graphopt.by_tokens.default for node in opt.last_step.graph.graph.nodes)
+
+
+class Two(nn.Module):
+    """A head of 400 classes, and one of 20."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.large, self.small = nn.Embedding(400, 8), nn.Linear(8, 400), nn.Linear(8, 20)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(ids).flatten(0, 1)
+        loss = nn.functional.cross_entropy(self.large(hidden), labels.flatten())
+        return loss + nn.functional.cross_entropy(self.small(hidden), labels.flatten() % 20)
+
+
+@pytest.mark.parametrize("passes", ["auto", [LinearCrossEntropy()]], ids=["auto", "named"])
+def test_a_graph_for_any_batch_has_those_heads_in_chunks_that_were_worth_it(passes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.LEAST_BYTES", 500_000)
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.FEWEST_TOKENS", 8)
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.SLOWER", 1e3)
+    opt = graphopt.optimize(Two(), batch(8, 32, 400, 0), passes=passes, backend="aot_eager")
+    changed = []
+    for samples in (8, 3, 2, 8):
+        opt(*batch(samples, 32, 400, 0)).backward()
+        assert opt.last_step is not None
+        changed.append([c for report in opt.last_step.reports for c in report.changes.changed])
+    assert changed == [["large.weight"]] * 4
+
+
+def test_small_heads_stay_whole_in_the_graph_for_any_batch() -> None:
+    opt = graphopt.optimize(Two(), batch(8, 32, 400, 0), passes=[LinearCrossEntropy()], backend="aot_eager")
+    for samples in (8, 3, 8):
+        opt(*batch(samples, 32, 400, 0)).backward()
+        assert opt.last_step is not None
+        assert not opt.last_step.reports[0].changes.changed
 
 
 def test_the_predicted_peak_is_what_the_allocator_says() -> None:

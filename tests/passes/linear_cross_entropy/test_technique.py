@@ -204,7 +204,13 @@ def test_outputs_beside_the_loss_that_are_differentiated_keep_their_gradient() -
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("change", [lambda g: g.clamp(-1e-3, 1e-3), lambda g: g * g.abs(), lambda g: g / g.norm()])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda g: g.clamp(-1e-3, 1e-3), lambda g: g * g.abs(), lambda g: g / g.norm(),
+        *[lambda g, d=d: g.to(d).to(g.dtype) for d in (torch.bool, torch.int32, torch.float8_e5m2, torch.float8_e4m3fn)],
+    ],
+)  # fmt: skip
 def test_a_gradient_that_a_hook_changes_is_left_whole(change: Any) -> None:
     """A chunk's gradient is scaled by the loss's afterwards, which is the same for what is linear in it alone."""
 
@@ -243,10 +249,18 @@ def test_what_cannot_be_divided_is_left_alone_with_a_reason() -> None:
             logits = self.head(self.layer(self.embed(ids))).flatten(0, 1)
             return F.cross_entropy(logits - logits.mean(0), labels.flatten())
 
-    for model, reason in ((PerToken(), "read again by them"), (Mixed(), "read again by them")):
+    class ByVocabulary(LanguageModel):
+        def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(self.head(self.layer(self.embed(ids))).transpose(1, 2), labels)
+
+    whole = "make them (tokens, vocabulary)"
+    for model, reason in ((PerToken(), "read again by them"), (Mixed(), "read again by them"), (ByVocabulary(), whole)):
         found, left = find_heads(prepared(capture(model, batch(), symbolic=False)))
         assert not found
         assert reason in left["head.weight"]
+    opt = graphopt.optimize(model, batch(), passes=[LinearCrossEntropy(4)], backend="aot_eager")
+    opt(*batch()).backward()
+    assert whole in opt.report.left_alone["head.weight"]
     with pytest.raises(PassError, match="no such head"):
         run_pass(LinearCrossEntropy(), capture(LanguageModel(), batch(), symbolic=False), ["layer.weight"])
     with pytest.raises(PassError, match="chunks=0 must be at least 1"):

@@ -10,13 +10,14 @@ import pytest
 import torch
 from graphopt.passes import RunLora
 from graphopt.passes.runlora import choose as contraction
-from graphopt.passes.runlora.choose import Choice, choose_orders
+from graphopt.passes.runlora.choose import TOLERABLE, Choice, choose_orders, merge_errors
 from graphopt.passes.runlora.layers import LoraSites
 from graphopt.passes.runlora.orders import AUTOGRAD, LayerShape, Order, named_order, order_flops, saved_bytes
 from graphopt.passes.runlora.rewrite import legal_orders
 from graphopt.passes.runlora.sites import find_lora_sites
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt.capture import capture
 from graphopt.graph import TrainingGraph
@@ -97,6 +98,34 @@ def test_nothing_is_merged_where_rounding_would_lose_the_adapter() -> None:
     assert "lose 50%" in kept.why
     forced = choose_orders(GRAPH, 64, RunLora("forward2+backward5"), {name: 0.5}, lambda *_: None)[name]
     assert forced.order == AUTOGRAD
+
+
+class InTF32(TorchDispatchMode):
+    """Products round their factors to 10 bits of the fraction, as on a GPU with `allow_tf32`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default and args[0].dtype == torch.float32:
+            args = [((x.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32) for x in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_merged_where_products_in_tf32_would_lose_the_adapter() -> None:
+    torch.manual_seed(0)
+    model = Layer()
+    tensors = dict(model.named_parameters())
+    assert merge_errors(GRAPH, tensors) == {}
+    with InTF32():
+        assert merge_errors(GRAPH, tensors)[SITES.layers[0].name] < TOLERABLE
+        with torch.no_grad():
+            model.up.mul_(1e-4)
+        small = merge_errors(GRAPH, tensors)
+        name = SITES.layers[0].name
+        x = torch.randn(64, 8)
+        weight, change = model.base.weight.T, model.down @ model.up
+        lost = (x @ (weight + change) - x @ weight - x @ change).norm() / (x @ change).norm()
+        assert small[name] == pytest.approx(lost.item(), rel=0.2)
+    assert not choose_orders(GRAPH, 64, RunLora(criterion="flops"), small, lambda *_: None)[name].order.merges
+    assert merge_errors(GRAPH, tensors) == {}
 
 
 def test_all_legal_orders_keep_to_what_the_layer_needs() -> None:
