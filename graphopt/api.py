@@ -118,7 +118,7 @@ def optimize(
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
     args, kwargs = as_call(example_inputs, batch_dim)
-    require_storage(model)
+    require_storage(model, limited=budget.flops is not None or budget.memory is not None)
     require_bare(model)
     ranks = ranks_for(model, mesh, group)
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, model)

@@ -61,6 +61,15 @@ def test_a_missing_argument_is_named_for_what_it_is() -> None:
         graphopt.optimize(Two(), (torch.ones(2, 3),), backend="aot_eager")
 
 
+@pytest.mark.parametrize("budget", [{"flops": 0.5}, {"memory": "1GiB"}])
+def test_tensors_without_a_size_cannot_be_counted(budget: dict[str, Any]) -> None:
+    model, x = torch.nn.Sequential(torch.nn.LazyLinear(16), torch.nn.Linear(16, 1)), torch.randn(4, 8)
+    with pytest.raises(InputError, match=r"0\.weight has no size before the model has run: call the model on a batch once"):
+        graphopt.optimize(model, (x,), budget=graphopt.Budget(**budget), loss=torch.sum, backend="aot_eager")
+    graphopt.optimize(model, (x,), loss=torch.sum, backend="aot_eager")(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
 def test_an_optimizer_by_name_is_refused() -> None:
     with pytest.raises(graphopt.InputError, match=r"optimizer must be the torch\.optim\.Optimizer .* not 'adamw'"):
         graphopt.optimize(nn.Linear(3, 3), (torch.ones(2, 3),), 0.7, optimizer="adamw")  # type: ignore[arg-type]

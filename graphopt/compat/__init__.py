@@ -175,6 +175,11 @@ def unobserved() -> Iterator[list[Any]]:
         yield modes
 
 
+def in_function_transform() -> bool:
+    """Whether a transform of `torch.func` (grad, vmap, jacrev ...) is under way, in which torch.compile compiles nothing."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_observed() -> bool:
     """Whether some mode watches or changes operators now."""
     return _len_torch_dispatch_stack() > 0

@@ -131,7 +131,7 @@ class Running:
         output, positions = self._run(plan, differentiated, args, kwargs)
         if positions is None:
             raise LossNotFirst(NO_LOSS)
-        if plan is not self._last[0] or self._ran != self._last[1]:
+        if plan is not self._last[0] or self._ran != self._last[1] or not self._ran:
             self._last = (plan, self._ran)
             self._check_all_planned(plan)
             self.step = self._as_step(plan)
@@ -268,7 +268,7 @@ class Running:
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
         key = (plan.key, tuple(map(id, self._ran)))
-        if key in self._checked:
+        if key in self._checked and self._ran:  # else other tensors may be in the parameters' place than before
             return
         self._checked.add(key)
         self._broken = self._broken or graph_breaks() != self._breaks

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from graphopt import compat
 from graphopt.calls import kind_of
 from graphopt.compat.dynamo import cause_of, is_compile_error
 from graphopt.compat.fsdp import held_parameters
@@ -32,6 +33,8 @@ REPLACED = (
     "the model was called with tensors in the place of its parameters, as by torch.func.functional_call: their gradients are "
     "computed, whatever is selected"
 )
+
+TRANSFORMED = "the model was called inside a transform of torch.func (grad, vmap ...), where the model itself, uncompiled, runs"
 
 
 class Fallback:
@@ -62,6 +65,9 @@ class Fallback:
 
         Where it has failed `ATTEMPTS` times for inputs of a kind, it is tried no more.
         """
+        if compat.in_function_transform():  # Dynamo would note that it has nothing to compile, for later steps, too
+            self.note(TRANSFORMED)
+            return self.run_model(opt, args, kwargs), False
         if self._failures and self._failures[plan.key, kind_of((args, kwargs))] >= ATTEMPTS:
             return self.run_model(opt, args, kwargs), False
         try:

@@ -157,6 +157,8 @@ class Lsp(Technique):
 
     def refusal(self, gradient: WeightGradient) -> str:
         """Why a gradient stays as it is; "" if it is compressed."""
+        if gradient.node.meta["val"].is_complex():
+            return "its numbers are complex, and projectors are real"
         if gradient.other:
             return f"it is not a sum of matrix products ({gradient.other})"
         if min(gradient.shape) < self.subspace and self.schedule != "zero":

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from graphopt.passes.vcas.measuring import MeasuringStep
+from graphopt.passes.vcas.ops import in_float64
 from graphopt.passes.vcas.ratios import Calibration, Norms, SampleRatios, weight_of
 from graphopt.passes.vcas.variance_probe import Probe
 from torch import Tensor
@@ -101,7 +102,7 @@ class Measurement:
         for name, gradient in found.items():
             number = min(gradient.numel(), max(FEWEST_ENTRIES, math.ceil(ENTRIES * gradient.numel())))
             chosen = torch.randint(gradient.numel(), (number,), generator=generator)
-            some = gradient.reshape(-1)[chosen.to(gradient.device)].double().cpu()
+            some = in_float64(gradient.reshape(-1)[chosen.to(gradient.device)]).cpu()
             entries[name] = some * math.sqrt(gradient.numel() / max(1, number))
         return entries
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from graphopt.passes.vcas.boundaries import Boundary, find_boundaries
+from graphopt.passes.vcas.ops import in_float64
 from graphopt.passes.vcas.rewrite import ROWS, GivenDraws, sample
 from torch import Tensor, fx
 
@@ -129,15 +130,14 @@ class _Trial:
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """A weight near `tensor`, so that a branch scaled by zero is not out of sight."""
-        if not tensor.is_floating_point() or not tensor.numel():
+        if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
             return tensor
-        spread = float(tensor.double().std()) if tensor.numel() > 1 else 0.0
-        noise = torch.randn(tensor.shape, generator=self.generator) * NOISE * (spread or 1.0)
-        return tensor + noise.to(tensor.device, tensor.dtype)
+        spread = float(in_float64(tensor).std()) if tensor.numel() > 1 else 0.0
+        return tensor + _noise(tensor.shape, self.generator, tensor) * NOISE * (spread or 1.0)
 
     def _other_data(self, tensor: Tensor) -> Tensor:
         """Numbers like those of an input, but other ones in every sample; masks stay as they are."""
-        if tensor.is_floating_point() and tensor.numel():
+        if tensor.is_floating_point() or tensor.is_complex():
             return self._moved(tensor)
         counts = tensor.dtype in (torch.int64, torch.int32) and tensor.numel()
         if not counts or int(tensor.max()) <= 1:
@@ -154,7 +154,7 @@ class _Trial:
     def _gradients(self, graph: TrainingGraph, part: Sequence[int], tops: Mapping[str, int]) -> dict[str, Tensor]:
         results = self._execute(graph, part, _Runner(graph.module, tops))
         return {
-            f"input {desc.target.target}" if desc.target.kind == "input" else str(desc.target.target): value.double()
+            f"input {desc.target.target}" if desc.target.kind == "input" else str(desc.target.target): in_float64(value)
             for desc, value in zip(graph.outputs, results, strict=True)
             if desc.kind == "gradient" and isinstance(value, Tensor)
         }
@@ -171,7 +171,7 @@ class _Trial:
                 values.append(self.inputs[desc.target].detach())
             elif desc.kind == "tangent":
                 shape = [graph.at(s, self.batch_size) for s in recorded.shape]
-                values.append(torch.randn(shape, generator=generator).to(recorded.device, recorded.dtype))
+                values.append(_noise(shape, generator, recorded))
             elif desc.kind == "given":
                 values.append(self._given(part, int(recorded.shape[0]), *desc.target).to(recorded.device))
             else:
@@ -205,13 +205,19 @@ class _Trial:
             exact = exact.unflatten(rows.dim, (-1, rows.inner)).index_select(rows.dim, first)
             ours = ours.unflatten(rows.dim, (-1, rows.inner))
             either_way = (o.narrow(rows.dim, 0, len(self.first)) for o in (ours, ours.flip(rows.dim)))
-            if not any(self._agree(o.double() / SCALE, exact.double()) for o in either_way):
+            if not any(self._agree(in_float64(o) / SCALE, in_float64(exact)) for o in either_way):
                 if can_be_view(node):
                     return f"{node.target} joins the batch with a dimension before it, so that a sample's rows are not together"
                 source = node.args[0] if isinstance(node.args[0], fx.Node) and "getitem" in str(node.target) else node
                 why = "its rows for half of the batch, with gradients twice as large, are not twice those for all of it"
                 return f"{source.target} is not linear and separable by sample: {why}"
         return f"the gradients of {name} for two halves of the batch do not add up to that for all of it"
+
+
+def _noise(shape: Sequence[int], generator: torch.Generator, like: Tensor) -> Tensor:
+    """Normal random numbers, complex ones in both of their parts."""
+    drawn = torch.randn(shape, generator=generator, dtype=like.dtype if like.is_complex() else None)
+    return drawn.to(like.device, like.dtype)
 
 
 class _Runner(fx.Interpreter):
@@ -227,8 +233,7 @@ class _Runner(fx.Interpreter):
         """Run one node."""
         result = super().run_node(n)
         if isinstance(result, Tensor) and n.name in self.tops:
-            noise = torch.randn(result.shape, generator=torch.Generator().manual_seed(self.tops[n.name]))
-            result = noise.to(result.device, result.dtype)
+            result = _noise(result.shape, torch.Generator().manual_seed(self.tops[n.name]), result)
         if isinstance(result, Tensor) and self.keep:
             self.values[n.name] = result
         return result

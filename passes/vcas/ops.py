@@ -12,6 +12,11 @@ from torch import Tensor
 from graphopt.ops.library import library
 
 
+def in_float64(tensor: Tensor) -> Tensor:
+    """Any gradient, a complex number as two."""
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
 def capped_probabilities(weights: Tensor, count: float) -> Tensor:
     """Inclusion probabilities proportional to `weights`, capped at one, that sum to `count`.
 

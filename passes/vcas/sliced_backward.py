@@ -132,9 +132,9 @@ class RowLevels:
 
     def row_norms(self, node: fx.Node, rows: BatchDim, anchor: fx.Node, dtype: torch.dtype = torch.float64) -> fx.Node:
         """Euclidean norm of each sample, by default in float64 so that neither large nor small gradients are lost."""
-        wide = node
-        if node.meta["val"].dtype != dtype:
-            wide = self.emit(aten._to_copy.default, (node,), anchor, {"dtype": dtype})
+        wide = self.emit(aten.abs.default, (node,), anchor) if node.meta["val"].is_complex() else node
+        if wide.meta["val"].dtype != dtype:
+            wide = self.emit(aten._to_copy.default, (wide,), anchor, {"dtype": dtype})
         squares = self._split(self.emit(aten.mul.Tensor, (wide, wide), anchor), rows, anchor)
         others = [i for i in range(squares.meta["val"].dim()) if i != rows.dim]
         total = self.emit(aten.sum.dim_IntList, (squares, others), anchor) if others else squares
@@ -248,7 +248,10 @@ class RowLevels:
     def _batch(self) -> fx.Node:
         """The whole batch's size."""
         for desc, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
-            if desc.kind == "input" and (rows := batch_dim(self.graph, self.value[node])) is not None and rows.inner == 1:
+            value = self.value[node]
+            if desc.kind != "input" or not isinstance(value, Tensor):  # a number, such as the batch's size
+                continue
+            if (rows := batch_dim(self.graph, value)) is not None and rows.inner == 1:
                 first = next(n for n in self.graph.graph.nodes if n.op != "placeholder")
                 return self.emit(aten.sym_size.int, (node, rows.dim), first)
         raise PassError("no input has the batch as a dimension of its own.")

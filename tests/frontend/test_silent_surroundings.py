@@ -185,6 +185,21 @@ def test_functional_gradients_are_right() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("warm", [True, False])
+def test_after_functional_gradients_the_plan_is_kept_to(warm: bool) -> None:
+    model, batch = Two(), (torch.randn(4, 5),)
+    opt = graphopt.optimize(model, batch, budget=0.7, backend="aot_eager")
+    if warm:
+        opt(*batch).backward()
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+    torch.func.grad(lambda p: torch.func.functional_call(opt, p, batch))(tensors)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        opt(*batch).backward()
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == opt.selected
+        assert opt.last_step is not None  # compiled
+
+
 # Around the model.
 
 

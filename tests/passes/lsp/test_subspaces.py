@@ -195,6 +195,27 @@ def test_the_report_says_what_is_compressed() -> None:
     assert "lsp: gradients projected" in opt.report.approximations
 
 
+def test_complex_matrices_keep_their_gradient() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 16)
+            self.turn = nn.Parameter(0.2 * torch.randn(16, 16, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last((torch.tanh(self.first(x)).to(self.turn.dtype) @ self.turn).real).square().mean()
+
+    model, x = Turned(), torch.randn(4, 8)
+    model(x).backward()
+    wanted, model.turn.grad = model.turn.grad, None
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=4, nonzeros=2)], backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW)
+    opt(x).backward()
+    torch.testing.assert_close(model.turn.grad, wanted)
+    optimizer.step()
+    assert opt.report.left_alone["turn"].startswith("its numbers are complex")
+
+
 def test_a_check_holds_one_full_gradient_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
     seen: list[Any] = []
