@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
-from graphopt.compat.recompute import SAVE, is_in_forward, is_marked, must_keep
+from graphopt.compat.recompute import SAVE, is_in_forward, is_marked, keep_readers_of_written, must_keep
 
 
 def partition(
@@ -54,6 +54,7 @@ def as_marked(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
     """
     from torch._functorch.partitioners import default_partition
 
+    keep_readers_of_written(joint, marked_alone=True)
     for node in joint.graph.find_nodes(op="call_function", target=operator.getitem):
         if is_marked(node) and not is_marked(node.args[0]):
             node.meta.pop("recompute")
@@ -71,6 +72,7 @@ def min_cut(joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, **options:
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    keep_readers_of_written(joint, marked_alone=False)
     for node in joint.graph.nodes:
         if must_keep(node):
             node.meta.update(SAVE)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
 
 
 def _policy(name: str, region: int = 0) -> dict[str, Any]:
@@ -64,6 +70,32 @@ def in_region(node: fx.Node) -> bool:
     The partitioner marks others to be saved, too, when a region reads them; those that the backward alone computes are not.
     """
     return node.meta.get("ac_graph_id") is not None
+
+
+def keep_readers_of_written(joint: fx.GraphModule, marked_alone: bool) -> None:
+    """Keep for the backward what reads an input that the forward writes to later: computed again, it would find other numbers.
+
+    A view of such an input is not kept, since its numbers change as well, but what reads the view.
+
+    Args:
+        marked_alone: nodes without a mark are kept anyway where the backward reads them.
+    """
+    for write in joint.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        written = write.args[0]
+        if isinstance(written, fx.Node) and written.op == "placeholder":
+            for reader in set(_readers(written)):
+                if "recompute" in reader.meta or (not marked_alone and isinstance(reader.meta.get("val"), Tensor)):
+                    reader.meta.update(SAVE)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads the numbers of a node or of its views."""
+    for user in node.users:
+        views = isinstance(user.target, OpOverload) and (user.target.is_view or user.target is aten._unsafe_view.default)
+        if views or user.target is operator.getitem:
+            yield from _readers(user)
+        elif user.op == "call_function" and user.target is not aten.copy_.default:
+            yield user
 
 
 def _starts_a_region(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import SymInt, Tensor, fx, nn
 
-from graphopt.compat import SAVE, InputDesc, OutputDesc, describe_joint, expression, output_list
+from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, output_list
 from graphopt.compat.aot import ABSENT
 from graphopt.compat.distributed import local_part
 from graphopt.compat.dynamo import source_of, traced_size
@@ -165,18 +165,12 @@ def _return_mutations(graph: TrainingGraph) -> None:
 
 
 def write_mutations(graph: TrainingGraph, num_outputs: int) -> None:
-    """Write what a graph returns beyond its `num_outputs` to its inputs again, after everything that reads them.
-
-    What reads such an input is kept for the backward and not computed again, because it would find another value there.
-    """
+    """Write what a graph returns beyond its `num_outputs` to its inputs again, after everything that reads them."""
     placeholders = dict(zip(graph.inputs, graph.placeholders, strict=True))
     results, output = list(graph.results), graph.graph.output_node()
     output.args = (tuple(results[:num_outputs]),)
     for desc, value in zip(graph.outputs[num_outputs:], results[num_outputs:], strict=True):
         target = placeholders[desc.target]
-        for user in target.users:
-            if "recompute" in user.meta:
-                user.meta |= SAVE
         with graph.graph.inserting_before(output):
             node = graph.graph.call_function(aten.copy_.default, (target, value))
         node.meta = {"val": target.meta["val"], "partitioner_tag": "must_be_in_forward"}
