@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphopt.calls import Call, as_call, kind_of
 from graphopt.compat import pytree
+from graphopt.compat.distributed import local_part
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
@@ -225,9 +226,12 @@ class TrainingSteps:
         losses, self._losses = self._losses, []
         return all(bool(torch.isfinite(loss).all()) for loss in losses)
 
-    def all_losses_finite(self) -> bool:
-        """`losses_finite` on all ranks: a step is taken by all or by none."""
-        finite = self.losses_finite()
+    def all_finite(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether losses, or else gradients, are finite on all ranks: a step is taken by all or by none.
+
+        A loss of the model's own that is not finite is a reason to look, no more: a loop may differentiate another.
+        """
+        finite = self.losses_finite() or all(bool(torch.isfinite(_entries(gradient)).all()) for gradient in gradients)
         ranks = self.ranks
         if not ranks.several:
             return finite
@@ -309,6 +313,11 @@ def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def _autocast(batch: Any) -> list[tuple[str, torch.dtype, bool]]:
     kinds = {"cpu", *(t.device.type for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))}
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    local = local_part(gradient)
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def _own_loss(output: Any) -> Tensor | None:
