@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphopt.calls import Call, as_call, kind_of
 from graphopt.compat import pytree
@@ -44,7 +44,8 @@ class Numbers:
     with every value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._seen: dict[str, int | float] = {}
         self._varying: set[str] = set()
 
@@ -57,8 +58,14 @@ class Numbers:
             if self._seen.setdefault(name, value) != value:
                 self._varying.add(name)
             if name in self._varying:
-                result[name] = torch.tensor(value)
+                result[name] = torch.tensor(value, dtype=self._exact if type(value) is float else None)
         return result
+
+    @property
+    def _exact(self) -> torch.dtype:
+        """For a number that is no integer: it must not cost precision, nor make anything wider."""
+        floats = (p.dtype for p in self._model.parameters() if p.is_floating_point())
+        return torch.float64 if all(dtype == torch.float64 for dtype in floats) else torch.float32
 
 
 @dataclass
@@ -131,7 +138,7 @@ class TrainingSteps:
         self.merges_due = Every(MERGES_EVERY)
         self._diverted = diverted
         self._make = make
-        self._numbers = Numbers()
+        self._numbers = Numbers(diverted.model)
         self._batch: Any = None
         self._autocast: list[tuple[str, torch.dtype, bool]] = []
         self._failed: set[Any] = set()
