@@ -203,6 +203,8 @@ def pareto(
     from rich.progress import Progress
 
     from graphopt.api import pareto as find, worth
+    from graphopt.calls import as_call
+    from graphopt.frontend.batch import batch_size
     from graphopt.integrations.models import load
     from graphopt.planner.guidance import cliffs
     from graphopt.planner.pareto import STEPS
@@ -216,7 +218,8 @@ def pareto(
         points = find(loaded, inputs, backend=backend, optimizer=states, advance=lambda: bar.advance(task))
         curve = worth(loaded, inputs)
     if plot is not None:
-        plot_points(points, plot, f"{model}, batch {batch}: plans of which none is worse in everything")
+        samples = batch_size(*as_call(inputs), 0)  # a factory does not ask for --batch
+        plot_points(points, plot, f"{model}, batch {samples}: plans of which none is worse in everything")
     if as_json:
         found = {"plans": list(map(asdict, points)), "flops": list(map(asdict, curve)), "cliffs": cliffs(curve)}
         print(json.dumps(found, indent=1))

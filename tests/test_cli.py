@@ -236,6 +236,15 @@ def test_optimize_compresses_gradients(monkeypatch, capsys, tmp_path) -> None:  
     assert json.loads(out)["passes"] == ["lsp"]
 
 
+def test_a_picture_of_plans_says_how_large_the_batch_is(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    titles: list[str] = []
+    monkeypatch.setattr("graphopt.report.pareto.plot_points", lambda points, path, title: titles.append(title))
+    monkeypatch.setattr("graphopt.planner.pareto.STEPS", 2)
+    arguments = ("pareto", "tests.test_cli:wide", "--backend", "aot_eager", "--plot", str(tmp_path / "p.png"), "--quiet")
+    assert run(monkeypatch, capsys, *arguments)[0] == 0
+    assert "batch 32" in titles[0]
+
+
 def test_stages_are_told_with_their_time_unless_quiet(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     arguments = ("optimize", "tests.test_cli:mlp", "--backend", "aot_eager", "--out", str(tmp_path), "--json")
     code, out, err = run(monkeypatch, capsys, *arguments)
