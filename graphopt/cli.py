@@ -172,8 +172,6 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Will a training step fit? Exit code 0 if it does, else 1, with what to change first; allocates no weights."""
-    from dataclasses import asdict
-
     from graphopt.integrations.fit import fit as find
     from graphopt.integrations.gpus import gpu_bytes
     from graphopt.integrations.models import load
@@ -202,11 +200,11 @@ def pareto(
     as_json: AsJson = False,
 ) -> None:
     """What a training step can cost: the best plans over FLOPs, memory and the importance that they keep."""
-    from dataclasses import asdict
-
     from rich.progress import Progress
 
     from graphopt.api import pareto as find, worth
+    from graphopt.calls import as_call
+    from graphopt.frontend.batch import batch_size
     from graphopt.integrations.models import load
     from graphopt.planner.guidance import cliffs
     from graphopt.planner.pareto import STEPS
@@ -220,7 +218,8 @@ def pareto(
         points = find(loaded, inputs, backend=backend, optimizer=states, advance=lambda: bar.advance(task))
         curve = worth(loaded, inputs)
     if plot is not None:
-        plot_points(points, plot, f"{model}, batch {batch}: plans of which none is worse in everything")
+        samples = batch_size(*as_call(inputs), 0)  # a factory does not ask for --batch
+        plot_points(points, plot, f"{model}, batch {samples}: plans of which none is worse in everything")
     if as_json:
         found = {"plans": list(map(asdict, points)), "flops": list(map(asdict, curve)), "cliffs": cliffs(curve)}
         print(json.dumps(found, indent=1))
@@ -253,8 +252,11 @@ def optimize(
     as_json: AsJson = False,
 ) -> None:
     """Optimise a model for a budget, run one step on random inputs, and dump the graphs."""
+    import torch
+
     import graphopt
     from graphopt.calls import as_call
+    from graphopt.integrations.asked import own_optimizer
     from graphopt.integrations.models import load
     from graphopt.planner.plan import resolve_passes
 
@@ -271,7 +273,9 @@ def optimize(
             loaded.train(), inputs, budget=limits, passes=named, backend=backend, optimizer=steps_with, verify=verify
         )
         args, kwargs = as_call(inputs)
+        stepping = [opt.make_optimizer(torch.optim.AdamW)] if own_optimizer(opt) else []
         opt(*args, **kwargs)
+        del stepping  # without which compressed gradients have nowhere to go
         files = opt.dump(out)
     if as_json:
         print(json.dumps(opt.report.to_dict(), indent=1))

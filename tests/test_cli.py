@@ -19,6 +19,11 @@ def mlp():  # type: ignore[no-untyped-def]
     return zoo.make("mlp", 4)
 
 
+def wide():  # type: ignore[no-untyped-def]
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8))
+    return model, torch.randn(32, 64)
+
+
 def stack():  # type: ignore[no-untyped-def]
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(4, 8)
 
@@ -222,6 +227,22 @@ def test_optimize_takes_every_limit(monkeypatch, capsys, tmp_path) -> None:  # t
         found = json.loads(out)
         assert found["budget"] == limits
         assert passes <= {*found["passes"], *found["plan"]["not_needed"]}
+
+
+def test_optimize_compresses_gradients(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    arguments = ("optimize", "tests.test_cli:wide", "--memory", "100MiB", "--passes", "lsp", "--backend", "aot_eager")
+    code, out, err = run(monkeypatch, capsys, *arguments, "--out", str(tmp_path), "--json")
+    assert code == 0, err
+    assert json.loads(out)["passes"] == ["lsp"]
+
+
+def test_a_picture_of_plans_says_how_large_the_batch_is(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    titles: list[str] = []
+    monkeypatch.setattr("graphopt.report.pareto.plot_points", lambda points, path, title: titles.append(title))
+    monkeypatch.setattr("graphopt.planner.pareto.STEPS", 2)
+    arguments = ("pareto", "tests.test_cli:wide", "--backend", "aot_eager", "--plot", str(tmp_path / "p.png"), "--quiet")
+    assert run(monkeypatch, capsys, *arguments)[0] == 0
+    assert "batch 32" in titles[0]
 
 
 def test_stages_are_told_with_their_time_unless_quiet(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]

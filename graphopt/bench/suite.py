@@ -31,6 +31,9 @@ from graphopt.errors import GraphoptError
 RESULTS = "runs.jsonl"
 """File of the finished runs, one per line."""
 
+SAME_TIME = 0.05
+"""Runs whose time differs by no larger part are compared: exact training's median changes a little with every seed."""
+
 Result = Mapping[str, Any]
 
 
@@ -127,12 +130,17 @@ def _run(settings: Settings, task: str, way: str, rate: float, seed: int, steps:
 
 
 def _of(settings: Settings, results: Sequence[Result], task: str, way: str, steps: int) -> list[Result]:
-    """The finished runs of a way on this kind of device; those of exact training serve any part of its time."""
+    """The finished runs of a way on this kind of device, in as much time; those of exact training serve any part of its time."""
     wanted = {"task": task, "way": way, "steps": steps, "threads": settings.threads, "backend": settings.backend}
     if way != "exact":
         wanted["time"] = settings.time
     here, _ = this_device()
-    return [r for r in results if r.get("device", "cpu") == here and all(r[key] == value for key, value in wanted.items())]
+    found = [r for r in results if r.get("device", "cpu") == here and all(r[key] == value for key, value in wanted.items())]
+    exact = [] if way == "exact" else _of(settings, results, task, "exact", steps)
+    if not exact:
+        return found
+    limit = settings.time * statistics.median(r["seconds"] for r in exact)
+    return [r for r in found if abs(r["limit_seconds"] / limit - 1) <= SAME_TIME]
 
 
 def _tried(found: Sequence[Result]) -> dict[float, float]:

@@ -1,7 +1,8 @@
 """One run of `graphopt bench suite`: a task fine-tuned one way, with its clock and its memory.
 
 The clock of training stands still while something compiles and while the model is evaluated; what a technique does besides its
-steps (rating tensors, calibrating a sampler, fitting projectors) counts. Compiling has a clock of its own, which counts all that
+steps (rating tensors, calibrating a sampler, fitting projectors) counts. What the benchmark itself has to find out (the tensors
+of a simple rule, the bytes that are half of the memory) does not. Compiling has a clock of its own, which counts all that
 is traced and compiled, also for batches of another size. With one CPU thread a step's seconds are the processor's, which other
 work on the machine does not lengthen.
 """
@@ -27,7 +28,7 @@ import graphopt
 from graphopt.bench.glosses import Batch, rate_factor
 from graphopt.bench.memory import held_bytes, peak_of
 from graphopt.bench.selection_tasks import batches, evaluate, load
-from graphopt.bench.suite_ways import WAYS, Prepared, Start
+from graphopt.bench.suite_ways import WAYS, Prepared, Start, Way
 from graphopt.bench.timing import now, this_device
 from graphopt.compat.dynamo import seconds_compiling
 from graphopt.compat.inductor import fresh_compiler_cache
@@ -83,10 +84,9 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
     seconds: list[float] = []
     curve: list[dict[str, float]] = []
     with contextlib.nullcontext() if keep_compiled else fresh_compiler_cache():
-        begin, traced = now(device), seconds_compiling()
-        prepared = WAYS[run.way](Start(model, _moved(task.example(), device), run.rate, run.seed, run.backend))
-        compiling = max(prepared.compile_seconds(), seconds_compiling() - traced)
-        training = setup = now(device) - begin - compiling
+        start = Start(model, _moved(task.example(), device), run.rate, run.seed, run.backend)
+        prepared, setup, compiling = prepare(WAYS[run.way], start, device)
+        training = setup
         optimizer = prepared.optimizer
         peaks = [group["lr"] for group in optimizer.param_groups]
         torch.manual_seed(run.seed)  # preparing draws different numbers in each way
@@ -142,6 +142,14 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
         "peak_bytes": peak_bytes,
         "selected": None if opt is None else len(opt.selected),
     }
+
+
+def prepare(way: Way, start: Start, device: str) -> tuple[Prepared, float, float]:
+    """A way that is ready to train; seconds that this took, besides compiling; seconds of compiling."""
+    begin, traced = now(device), seconds_compiling()
+    prepared = way(start)
+    compiling = max(prepared.compile_seconds(), seconds_compiling() - traced - start.apart.compiling)
+    return prepared, now(device) - begin - start.apart.seconds - compiling, compiling
 
 
 def work(connection: Connection, run: Run, limit: float | None, folder: Path, keep_compiled: bool) -> None:

@@ -6,10 +6,11 @@ LISA and BAdam, which train a few layers at a time, other ones every `PERIOD` st
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import graphopt
 from graphopt.analysis.flops import flop_profile
 from graphopt.bench.glosses import Batch
 from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
-from graphopt.compat.dynamo import compiled_by
+from graphopt.compat.dynamo import compiled_by, seconds_compiling
 from graphopt.passes import GreenTrainer, Lsp, Vcas
 from graphopt.planner.flops_limit import default_limit
 from graphopt.planner.plan import resolve_passes
@@ -50,6 +51,27 @@ class Prepared:
     compile_seconds: Callable[[], float]
 
 
+@dataclass
+class Apart:
+    """What the benchmark itself has to find out for a way, which does not count in its time.
+
+    Attributes:
+        seconds: all in all.
+        compiling: those of them that are counted as tracing and compiling.
+    """
+
+    seconds: float = 0.0
+    compiling: float = 0.0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is inside does not count."""
+        begin, traced = time.perf_counter(), seconds_compiling()
+        yield
+        self.seconds += time.perf_counter() - begin
+        self.compiling += seconds_compiling() - traced
+
+
 @dataclass(frozen=True)
 class Start:
     """What a way begins with.
@@ -57,6 +79,7 @@ class Start:
     Attributes:
         example: a batch of full length.
         rate: peak learning rate.
+        apart: see `Apart`.
     """
 
     model: nn.Module
@@ -64,6 +87,7 @@ class Start:
     rate: float
     seed: int
     backend: str
+    apart: Apart = field(default_factory=Apart)
 
 
 Way = Callable[[Start], Prepared]
@@ -97,7 +121,8 @@ def within_memory(part: float) -> Way:
 
     def prepare(start: Start) -> Prepared:
         optimizer = _adamw(start.model, start.rate)
-        peak = graphopt.analyze(start.model, start.example, optimizer=optimizer).memory.peak_bytes
+        with start.apart():
+            peak = graphopt.analyze(start.model, start.example, optimizer=optimizer).memory.peak_bytes
         return within(graphopt.Budget(memory=int(part * peak)))(start)
 
     return prepare
@@ -107,8 +132,9 @@ def by_rule(rule: str) -> Way:
     """Tensors that a simple rule selects within the same FLOPs, counted after exact rewrites."""
 
     def prepare(start: Start) -> Prepared:
-        graph = graphopt.analyze(start.model, start.example).graph
-        limit = default_limit(graph, flop_profile(graph), FLOPS)
+        with start.apart():
+            graph = graphopt.analyze(start.model, start.example).graph
+            limit = default_limit(graph, flop_profile(graph), FLOPS)
         shapes = {p.name: p.shape for p in graph.parameters}
         chosen = SIMPLE_RULES[rule](limit.costs, shapes, limit.most - limit.profile.forward)
         train = tuple(limit.costs.names[k] for k in chosen)

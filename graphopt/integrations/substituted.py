@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.errors import InputError
 from graphopt.runtime.module import OptimizedModule
 
 logger = logging.getLogger("graphopt")
@@ -48,17 +49,22 @@ class Substituted(torch.optim.Optimizer):
             "gradients are compressed, and model.parameters() does not hold them: where your loop clips, have it clip the "
             "parameters in optimizer.param_groups."
         )
-        self.settle()
+        try:
+            self.settle()
+        except BaseException:  # the next batch tries again, from the user's optimizer
+            self.inner = before
+            self._follow()
+            raise
 
     def settle(self) -> None:
         """The optimizer stays what it is now; a state that was to be loaded is loaded, but for options that changed since."""
-        self._settled = True
-        if self._to_load is not None:
+        state, self._to_load = self._to_load, None  # one that is refused is refused once
+        if state is not None:
             now = list(map(_options, self.param_groups))
-            self.inner.load_state_dict(self._to_load)
-            self._to_load = None
+            self.inner.load_state_dict(state)
             for group, options in zip(self.inner.param_groups, now, strict=True):
                 group.update(options)
+        self._settled = True
         self._follow()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -90,8 +96,18 @@ class Substituted(torch.optim.Optimizer):
         return self.inner.state_dict() if self._to_load is None else self._to_load
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch optimizers; before the first batch it waits for that, which tells whose state it is."""
+        """As of torch optimizers; before the first batch it waits for that, which tells whose state it is.
+
+        Raises:
+            InputError: before the first batch, the state is of another number of groups; nothing is changed then.
+        """
         if not self._settled:
+            saved, own = len(state_dict["param_groups"]), len(self.param_groups)
+            if saved != own:
+                raise InputError(
+                    f"the state has {saved} parameter groups, this optimizer {own}: make the optimizer as it was when the state "
+                    "was saved."
+                )
             self._to_load = state_dict
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update(_options(saved))  # which schedulers, made next, begin with

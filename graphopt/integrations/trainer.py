@@ -51,9 +51,9 @@ class TrainerCallback(transformers.TrainerCallback):
     The first training batch makes the plan. Tensors are selected anew every epoch and sampling ratios adapt; evaluation runs
     the model as it is; where the Trainer reads nothing but the loss in training, other outputs are not kept then (see `outputs`
     of `optimize`); figures go to the Trainer's log as `graphopt/...`; the plan is in every checkpoint and resumed from
-    it. What cannot be captured or compiled is computed as without graphopt, with a warning. An optimizer step whose loss is NaN
-    or infinite is not taken. Where the Trainer computes the loss outside the model (label smoothing, `compute_loss_func`),
-    tensors are rated by the sensitivity of the outputs.
+    it. What cannot be captured or compiled is computed as without graphopt, with a warning. An optimizer step whose loss and
+    gradients are NaN or infinite is not taken. Where the Trainer computes the loss outside the model (label smoothing,
+    `compute_loss_func`), tensors are rated by the sensitivity of the outputs.
 
     After training the model's `forward` is its own again; if training ends by an exception, at the next `train()` or `detach()`.
 
@@ -141,10 +141,11 @@ class TrainerCallback(transformers.TrainerCallback):
         self._steps = begin(asked, diverted, optimizer, every, made, done=state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out a step whose loss is not finite: it would make every weight NaN."""
+        """Leave out a step whose loss and gradients are not finite: it would make every weight NaN."""
         if self._steps is None or getattr(kwargs["optimizer"], "scaler", None) is not None:  # a GradScaler sees to it
             return
-        if not self._steps.all_losses_finite():
+        stepped = (p for group in kwargs["optimizer"].param_groups for p in group["params"])
+        if not self._steps.all_finite(p.grad for p in stepped if p.grad is not None):
             kwargs["optimizer"].zero_grad()
             self._steps.savings.skipped += 1
             self._steps.warn("a loss was NaN or infinite: its gradients are dropped and the step is not taken")

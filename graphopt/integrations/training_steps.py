@@ -10,15 +10,16 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphopt.calls import Call, as_call, kind_of
 from graphopt.compat import pytree
+from graphopt.compat.distributed import local_part
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
@@ -43,7 +44,8 @@ class Numbers:
     with every value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._seen: dict[str, int | float] = {}
         self._varying: set[str] = set()
 
@@ -56,8 +58,14 @@ class Numbers:
             if self._seen.setdefault(name, value) != value:
                 self._varying.add(name)
             if name in self._varying:
-                result[name] = torch.tensor(value)
+                result[name] = torch.tensor(value, dtype=self._exact if type(value) is float else None)
         return result
+
+    @property
+    def _exact(self) -> torch.dtype:
+        """For a number that is no integer: it must not cost precision, nor make anything wider."""
+        floats = (p.dtype for p in self._model.parameters() if p.is_floating_point())
+        return torch.float64 if all(dtype == torch.float64 for dtype in floats) else torch.float32
 
 
 @dataclass
@@ -130,7 +138,7 @@ class TrainingSteps:
         self.merges_due = Every(MERGES_EVERY)
         self._diverted = diverted
         self._make = make
-        self._numbers = Numbers()
+        self._numbers = Numbers(diverted.model)
         self._batch: Any = None
         self._autocast: list[tuple[str, torch.dtype, bool]] = []
         self._failed: set[Any] = set()
@@ -225,9 +233,12 @@ class TrainingSteps:
         losses, self._losses = self._losses, []
         return all(bool(torch.isfinite(loss).all()) for loss in losses)
 
-    def all_losses_finite(self) -> bool:
-        """`losses_finite` on all ranks: a step is taken by all or by none."""
-        finite = self.losses_finite()
+    def all_finite(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether losses, or else gradients, are finite on all ranks: a step is taken by all or by none.
+
+        A loss of the model's own that is not finite is a reason to look, no more: a loop may differentiate another.
+        """
+        finite = self.losses_finite() or all(bool(torch.isfinite(_entries(gradient)).all()) for gradient in gradients)
         ranks = self.ranks
         if not ranks.several:
             return finite
@@ -309,6 +320,11 @@ def _as_batch(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def _autocast(batch: Any) -> list[tuple[str, torch.dtype, bool]]:
     kinds = {"cpu", *(t.device.type for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))}
     return [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in sorted(kinds)]
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    local = local_part(gradient)
+    return local.coalesce().values() if local.is_sparse else local
 
 
 def _own_loss(output: Any) -> Tensor | None:

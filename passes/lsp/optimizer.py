@@ -96,7 +96,11 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         self.inner.add_param_group(_with_variables(param_group, self._variables))
-        self._check_options()
+        try:
+            self._check_options()
+        except InputError:
+            self.inner.param_groups.pop()
+            raise
         self.subspaces.claim(self._stepped(), self._changed)
         if self.offload is not None:
             self.subspaces.take_offload(self.offload, self._stepped())

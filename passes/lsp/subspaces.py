@@ -30,7 +30,6 @@ from graphopt.runtime.uniforms import check_generator_state
 if TYPE_CHECKING:
     from graphopt.frontend.step import RegionStep
 
-
 CHECKING = "comparing projectors with gradients"
 
 
@@ -59,7 +58,7 @@ class Subspaces(State):
         self.used = False
         self.steps = self.forwards = 0
         self._checked_at = -1
-        self._checks = self._awaited = False
+        self._checks = self._again = self._awaited = False
         self._cleared = Cleared()
         for name, weight in weights.items():
             exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -101,7 +100,7 @@ class Subspaces(State):
             self.clear_gradients()
         elif none and not self._awaited:  # what ran before was not stepped, as where a scaler left it out
             self.forwards = 0
-        self._checks, self._awaited = self.due(), True
+        self._checks, self._awaited = self.due(trained), True
         self.forwards += 1
         return self.checking(plan) if self._checks else plan
 
@@ -168,9 +167,15 @@ class Subspaces(State):
         mine = plan.decisions[self.rewrite.name]
         return plan.measuring().decided(self.rewrite.name, dataclasses.replace(mine, checking=self.receiver))
 
-    def due(self) -> bool:
-        """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps."""
-        return self.rewrite.schedule != "zero" and self.steps // self.rewrite.check_every != self._checked_at
+    def due(self, trained: Collection[str]) -> bool:
+        """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps.
+
+        Trained weights whose gradient was zero or not finite then are looked at again, alone, in steps 1, 2, 4 and so on: ever
+        more rarely, as some may never get another.
+        """
+        self._again = self._checked_at == self.steps // self.rewrite.check_every
+        unseen = any(math.isnan(w.error) for name, w in self.weights.items() if name in trained)
+        return self.rewrite.schedule != "zero" and (not self._again or (unseen and self.steps & (self.steps - 1) == 0))
 
     def nothing_to_check(self) -> None:
         """The step that was to compare projectors computes no compressed gradient: none of these weights is trained now."""
@@ -213,11 +218,13 @@ class Subspaces(State):
         compressed.follow(gradient.device)
         exact: Any = self.ranks.mean([gradient.detach().to(compressed.variable.dtype)], CHECKING)[0]
         largest = exact.abs().max()
-        if bool(torch.isfinite(largest)):
+        counts = bool(torch.isfinite(largest)) and (not self._again or math.isnan(compressed.error))
+        if counts:
             compressed.batches += 1
             complete = compressed.batches >= min(self.rewrite.batches, self.rewrite.check_every)
             if complete:
                 self._checked_at = self.steps // self.rewrite.check_every
+        if counts and bool(largest):  # of zero there is nothing to learn
             scaled, gathered = scaled_to_one(exact), compressed.gathered
             if gathered is None or not complete:
                 if compressed.moments is None:  # in blocks of their own: subspaces differ from check to check
@@ -291,15 +298,8 @@ class Subspaces(State):
             name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped, w.gathered, w.moments, w.batches)
             for name, w in self.weights.items()
         }
-        state = SubspacesState(
-            self.rewrite.subspace,
-            weights,
-            self.steps,
-            self.forwards,
-            self._checked_at,
-            tuple(sorted(self._stepped)),
-            self.generator.get_state(),
-        )
+        stepped, drawn = tuple(sorted(self._stepped)), self.generator.get_state()
+        state = SubspacesState(self.rewrite.subspace, weights, self.steps, self.forwards, self._checked_at, stepped, drawn)
         return to_plain(state)
 
     def prepare(self, snapshot: Any) -> Callable[[], None]:

@@ -245,8 +245,10 @@ class Lsp(Technique):
             fact = {**asdict(choice), "text": str(choice)}
             if isinstance(state, Subspaces):
                 weight = state.weights[choice.layer]
-                fact |= {"error": weight.error, "fits": weight.fits, "skipped": weight.skipped}
-                fact["text"] += f"; projectors' error {weight.error:.2f} when last compared, {weight.fits} fits"
+                error = None if math.isnan(weight.error) else weight.error
+                fact |= {"error": error, "fits": weight.fits, "skipped": weight.skipped}
+                compared = " not compared yet" if error is None else f"' error {error:.2f} when last compared"
+                fact["text"] += f"; projectors{compared}, {weight.fits} fits"
                 if weight.skipped:
                     fact["text"] += f"; {weight.skipped} steps skipped: its gradient was not finite"
             found.append(fact)

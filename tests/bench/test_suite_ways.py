@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 
 import graphopt
 from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
+from graphopt.bench.suite_run import prepare
 from graphopt.bench.suite_ways import PERIOD, WAYS, Start, one_block, two_layers
 from graphopt.compat.dynamo import seconds_compiling
 from tests import zoo
@@ -106,6 +109,23 @@ def test_apollo_with_a_rank_as_large_as_the_matrix_scales_channels_as_adam_does(
     p.grad = 100 * gradient
     optimizer.step()
     assert float((p.detach() - before).norm()) <= 1.0101 * float(before.norm())  # a step's norm grows by 1 % at most
+
+
+def test_what_the_benchmark_finds_out_for_a_rule_is_not_in_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = zoo.make("mlp", 4)
+    analyze, took = graphopt.analyze, 1000.0  # far more than all else
+    monkeypatch.setattr("graphopt.bench.suite_ways.time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0]))
+    monkeypatch.setattr("graphopt.bench.suite_run.now", lambda device: time.perf_counter() + late[0])
+    late = [0.0]
+
+    def slow(*args: Any, **options: Any) -> Any:
+        late[0] += took
+        return analyze(*args, **options)
+
+    monkeypatch.setattr(graphopt, "analyze", slow)
+    _, setup, compiling = prepare(WAYS["random"], Start(model, batch, 5e-3, 0, "aot_eager"), "cpu")
+    assert late == [took]
+    assert 0 < setup + compiling < took
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -183,7 +183,7 @@ def not_finite(rank: int, mesh: Any) -> list[bool]:
             steps = steps_of(of)
             steps._gave_up = not disabled
             of(batch(rank) * (torch.nan if rank else 1))
-            found += [steps.opt is None, steps.all_losses_finite()]
+            found += [steps.opt is None, steps.all_finite([torch.full((2,), torch.nan if rank else 1.0)])]
     return found
 
 

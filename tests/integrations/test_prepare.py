@@ -184,6 +184,25 @@ def test_compressed_gradients_are_stepped_by_the_optimizer_that_is_returned() ->
     assert same(model, again.model)
 
 
+def test_a_state_that_does_not_fit_is_refused_once_and_training_goes_on() -> None:
+    model, batch = mlp(), (torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3)
+    training = prepared(model, passes=[LSP])
+    split = torch.optim.AdamW([{"params": [p]} for p in mlp().parameters()], lr=5.0)
+    before = training.optimizer.param_groups[0]["lr"]
+    with pytest.raises(InputError, match="the state has 6 parameter groups, this optimizer 1"):
+        training.optimizer.load_state_dict(split.state_dict())
+    assert training.optimizer.param_groups[0]["lr"] == before
+    plain = torch.optim.AdamW(mlp().parameters(), lr=before)
+    training.optimizer.load_state_dict(plain.state_dict())  # of gradients that were not compressed
+    with pytest.raises(InputError, match="not the state of an optimizer with compressed gradients"):
+        model(*batch)
+    assert same(model, mlp())
+    model(*batch).backward()
+    training.optimizer.step()
+    assert all(w.changed is not None for w in training.opt.states["lsp"].weights.values())
+    assert not same(model, mlp())
+
+
 def test_where_nothing_is_compressed_the_optimizer_is_the_users(warnings: list[str]) -> None:
     plain, model = mlp(), mlp()
     inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)

@@ -236,6 +236,18 @@ def test_a_nan_batch_costs_one_step(tmp_path: Path, warnings: list[str], step: i
     assert any("NaN" in text for text in warnings)
 
 
+def test_a_loss_of_the_models_own_that_nobody_differentiates_costs_no_step(tmp_path: Path) -> None:
+    rows, before = points(), weights(classifier())
+    for row in rows:
+        row["labels"].fill_(-100)  # of which the mean is NaN
+    ours = callback()
+    run = trainer(classifier(), rows, tmp_path, [ours], num_train_epochs=1)
+    run.compute_loss = lambda model, inputs, **_: model(**inputs)["logits"].square().mean()
+    run.train()
+    assert history(run, "graphopt/skipped_steps")[-1] == 0
+    assert not any(torch.equal(value, before[name]) for name, value in weights(run.model).items())
+
+
 def test_what_cannot_be_asked_for_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
     with pytest.raises(PassError, match="make_optimizer"):
         callback(passes=["lsp"])

@@ -69,6 +69,19 @@ def test_a_number_that_varies_is_compiled_as_a_constant_and_then_once_more(warni
     assert warnings == []
 
 
+def test_a_number_that_varies_is_as_exact_as_the_weights() -> None:
+    model, exact = Pooled(), Pooled().double()
+    exact.load_state_dict(model.state_dict())
+    batch = ids(6)
+    for of in (exact, model):
+        steps, reference = steps_of(of), copy.deepcopy(of)
+        for divisor in (0.3, 0.7, 0.1):
+            loss, expected = of(**batch, divisor=divisor), reference(**batch, divisor=divisor)
+            assert loss.dtype == expected.dtype
+            torch.testing.assert_close(loss, expected, rtol=1e-14 if of is exact else None, atol=0 if of is exact else None)
+        assert steps.savings.original == 0
+
+
 def test_many_lengths_are_compiled_at_most_twice(warnings: list[str]) -> None:
     model = Pooled()
     steps = steps_of(model)

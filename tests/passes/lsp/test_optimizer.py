@@ -229,6 +229,18 @@ def test_optimizers_that_the_host_lacks_are_refused(make: Any, options: dict[str
         made(make=make, **options)
 
 
+def test_a_group_that_is_refused_is_not_added() -> None:
+    _, opt, _ = made()
+    parameters = dict(opt.named_parameters())
+    optimizer = opt.make_optimizer(torch.optim.AdamW, [parameters["first.weight"]], lr=1e-2)
+    groups = len(optimizer.param_groups)
+    with pytest.raises(InputError, match="amsgrad"):
+        optimizer.add_param_group({"params": [parameters["second.weight"]], "amsgrad": True})
+    assert len(optimizer.param_groups) == len(optimizer.inner.param_groups) == groups
+    optimizer.add_param_group({"params": [parameters["second.weight"]]})
+    train(opt, optimizer, data(1))
+
+
 def test_an_ordinary_optimizer_is_refused_before_it_trains_nothing() -> None:
     model = zoo.MLP(width=16)
     opt = graphopt.optimize(model, data(1)[0], passes=[Lsp(subspace=5, nonzeros=2, criterion="flops")], backend="aot_eager")

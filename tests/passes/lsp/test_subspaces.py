@@ -153,6 +153,59 @@ def test_a_check_that_saw_no_finite_gradient_is_made_again() -> None:
     assert all(w.error < 1 for w in opt.states["lsp"].weights.values())
 
 
+def test_a_weight_whose_gradient_overflowed_in_a_check_is_looked_at_again_alone() -> None:
+    model, opt, optimizer = made(lsp={"iterations": 2})
+    with torch.no_grad():
+        model.first.weight.mul_(1e-200)
+    x, labels = data(1)[0]
+    (opt(x.double() * 1e200, labels) * 1e150).backward()
+    optimizer.zero_grad()  # as where a scaler leaves the step out
+    weights = opt.states["lsp"].weights
+    assert math.isnan(weights["first.weight"].error)
+    other, subspace = weights["second.weight"].error, weights["second.weight"].subspace
+    assert other < 1
+    train(opt, optimizer, data(2))
+    assert weights["first.weight"].error < 1
+    assert weights["first.weight"].fits == 1
+    assert weights["second.weight"].error == other
+    assert weights["second.weight"].subspace is subspace
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_gradient_of_zero_is_none_that_projectors_represent(batches: int) -> None:
+    model, opt, optimizer = made(lsp={"batches": batches}, lr=0.0)
+    with torch.no_grad():
+        model.third.weight.zero_()
+    weights = opt.states["lsp"].weights
+    train(opt, optimizer, data(1))
+    assert all(math.isnan(w.error) for w in weights.values())
+    assert "projectors not compared yet, 0 fits" in str(opt.report)
+    train(opt, optimizer, data(1))
+    assert all(math.isnan(w.error) for w in weights.values())
+    state = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():
+        model.third.weight.copy_(torch.eye(3, 16))
+    other = made(lsp={"batches": batches}, lr=0.0)
+    other[0].load_state_dict(model.state_dict())
+    other[2].load_state_dict(state)
+    train(opt, optimizer, data(1))
+    train(*other[1:], data(1))
+    for name, w in weights.items():
+        assert w.error < 1
+        assert other[1].states["lsp"].weights[name].error == w.error
+
+
+def test_weights_that_never_get_a_gradient_are_looked_at_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, opt, optimizer = made(lsp={"check_every": 12}, lr=0.0)
+    with torch.no_grad():
+        model.third.weight.zero_()
+    checked: list[int] = []
+    checking = Subspaces.checking
+    monkeypatch.setattr(Subspaces, "checking", lambda self, plan: checked.append(self.steps) or checking(self, plan))
+    train(opt, optimizer, data(20))
+    assert checked == [0, 1, 2, 4, 8, 12, 16]
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_errors_do_not_depend_on_the_scale_of_the_loss(scale: float) -> None:
     _, opt, _ = made(torch.float32)
