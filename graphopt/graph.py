@@ -214,9 +214,9 @@ class TrainingGraph:
         self.outputs = (*self.outputs, OutputDesc("slot", name))
         self.graph.output_node().args = ((*self.results, node),)
 
-    def eliminate_dead_code(self) -> int:
-        """Remove nodes that no output needs; returns how many."""
-        return remove_dead_nodes(self.module)
+    def eliminate_dead_code(self) -> None:
+        """Remove nodes that no output needs."""
+        remove_dead_nodes(self.module)
 
 
 @functools.lru_cache(maxsize=10_000)  # the same few formulas, tens of thousands of times
@@ -224,19 +224,18 @@ def _at(formula: sympy.Expr, symbols: frozenset[sympy.Symbol], batch_size: int) 
     return int(formula.subs(dict.fromkeys(symbols, batch_size)))
 
 
-def remove_dead_nodes(module: fx.GraphModule) -> int:
-    """Remove nodes that no output of a graph needs and that change nothing; returns how many.
+def remove_dead_nodes(module: fx.GraphModule) -> None:
+    """Remove nodes that no output of a graph needs and that change nothing.
 
     Unlike FX's own dead-code elimination this also removes random operators, attention with dropout among them.
     """
     graph = module.graph
     lasting = [node for node in graph.nodes if node.op not in ("placeholder", "output") and has_effect(node)]
     needed = ancestors([*graph.output_node().all_input_nodes, *lasting])
-    dead = [n for n in reversed(graph.nodes) if n.op not in ("placeholder", "output") and n not in needed]
-    for node in dead:
-        graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and node not in needed:
+            graph.erase_node(node)
     module.recompile()
-    return len(dead)
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -49,12 +49,10 @@ class Changes:
     Attributes:
         changed: names of the sites that were rewritten.
         left_alone: reason by name of each site that was not.
-        nodes_removed: nodes of the joint graph that are gone.
     """
 
     changed: tuple[str, ...]
     left_alone: dict[str, str] = field(default_factory=dict)
-    nodes_removed: int = 0
 
 
 @dataclass(frozen=True)

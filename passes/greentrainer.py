@@ -105,5 +105,5 @@ class GreenTrainer(Technique):
         cut = [name for name in sites if name not in decisions]
         for name in cut:
             graph.drop_gradient(name)
-        removed = graph.eliminate_dead_code()
-        return Changes(tuple(cut), {name: "selected for training" for name in sites if name in decisions}, removed)
+        graph.eliminate_dead_code()
+        return Changes(tuple(cut), {name: "selected for training" for name in sites if name in decisions})

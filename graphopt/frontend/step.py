@@ -124,7 +124,6 @@ def _together(a: PassReport, b: PassReport) -> PassReport:
         a.changes,
         changed=(*a.changes.changed, *b.changes.changed),
         left_alone={**a.changes.left_alone, **b.changes.left_alone},
-        nodes_removed=a.changes.nodes_removed + b.changes.nodes_removed,
     )
     return replace(
         a,

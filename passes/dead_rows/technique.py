@@ -119,7 +119,7 @@ class DeadRows(Technique):
         unknown = sorted(set(pairs).difference(known))
         if unknown:
             raise PassError(f"{unknown[0]} reads all rows: some rows are read alone by {', '.join(known) or 'nothing'}.")
-        before, changed, left = len(graph.graph.nodes), [], {}
+        changed, left = [], {}
         least = _least(graph)
         for name in known:
             if name not in pairs or name not in demands:
@@ -133,7 +133,7 @@ class DeadRows(Technique):
                 graph.module, left[name] = whole.module, str(error)
             if len(known) > 1:  # the graph has other nodes now, and is cheaper
                 demands = _by_name(_worthwhile(graph, part, least), changed)
-        return Changes(tuple(changed), left, before - len(graph.graph.nodes))
+        return Changes(tuple(changed), left)
 
     def section(
         self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None

@@ -155,7 +155,7 @@ class LinearCrossEntropy(Technique):
         if unknown:
             why = f"it cannot be divided: {left[unknown[0]]}" if unknown[0] in left else "there is no such head"
             raise PassError(f"linear_cross_entropy: {unknown[0]}: {why}.")
-        before, changed = len(graph.graph.nodes), []
+        changed = []
         if tokens:
             graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
         for head in heads:
@@ -167,7 +167,7 @@ class LinearCrossEntropy(Technique):
                     left[head.name] = str(reason)
             else:
                 left[head.name] = "its logits are small, or its gradient is"
-        return Changes(tuple(changed), left, before - len(graph.graph.nodes))
+        return Changes(tuple(changed), left)
 
     def section(
         self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None

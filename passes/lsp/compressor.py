@@ -182,11 +182,9 @@ class Compressor:
         self.position[node] = max([self.position[n] for n in node.all_input_nodes] + [self.position.get(anchor, 0.0) - 0.5])
         return node
 
-    def finish(self) -> int:
-        """Put the nodes in an order in which they can run, and remove what nothing needs; returns how many."""
-        before = len(self.graph.graph.nodes)
+    def finish(self) -> None:
+        """Put the nodes in an order in which they can run, and remove what nothing needs."""
         simplify_sizes(self.graph.graph)
         self.graph.eliminate_dead_code()
         sort_nodes(self.graph.graph, self.position)
         self.graph.module.recompile()
-        return before - len(self.graph.graph.nodes)

@@ -323,5 +323,5 @@ class Lsp(Technique):
                     rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))
             else:
                 left_alone.setdefault(name, "not asked for")
-        removed = rewriter.finish()
-        return Changes(tuple(n for n in gradients if n in decisions), left_alone, removed)
+        rewriter.finish()
+        return Changes(tuple(n for n in gradients if n in decisions), left_alone)

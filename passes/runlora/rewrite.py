@@ -45,8 +45,8 @@ def reorder(graph: TrainingGraph, orders: Mapping[str, Order]) -> Changes:
         if order != AUTOGRAD.for_layer(layer.shape):
             rewriter.rewrite(layer, order)
             changed.append(name)
-    removed, batched = rewriter.finish([layer for name, layer in layers.items() if name in orders])
-    return Changes(tuple(n for n in layers if n in {*changed, *batched}), _left_alone(sites, [*changed, *batched]), removed)
+    batched = rewriter.finish([layer for name, layer in layers.items() if name in orders])
+    return Changes(tuple(n for n in layers if n in {*changed, *batched}), _left_alone(sites, [*changed, *batched]))
 
 
 def _left_alone(sites: LoraSites, changed: Collection[str]) -> dict[str, str]:
@@ -202,13 +202,12 @@ class _Rewriter:
         args[position] = operand
         node.args = tuple(args)
 
-    def finish(self, layers: Collection[LoraLayer]) -> tuple[int, list[str]]:
+    def finish(self, layers: Collection[LoraLayer]) -> list[str]:
         """Batch products of one input, put the nodes in an order in which they can run, and remove what nothing needs.
 
         Returns:
-            How many nodes were removed, and the names of layers whose XA is computed together with another's.
+            Names of layers whose XA is computed together with another's.
         """
-        before = len(self.graph.graph.nodes)
         simplify_sizes(self.graph.graph)
         self.graph.eliminate_dead_code()
         sort_nodes(self.graph.graph, self.order)
@@ -217,7 +216,7 @@ class _Rewriter:
             self.graph.eliminate_dead_code()
             sort_nodes(self.graph.graph, self.order)
         self.graph.module.recompile()
-        return before - len(self.graph.graph.nodes), batched
+        return batched
 
     def _batch_shared_inputs(self, layers: Collection[LoraLayer]) -> list[str]:
         """Compute XA of layers that read the same X (as q, k and v do) as one product X [A1 A2 ...]."""

@@ -37,7 +37,6 @@ ROWS, TOKENS = "rows: ", "tokens: "
 
 def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: Draws | GivenDraws) -> Changes:
     """Sample a graph in place; see `Vcas.apply`."""
-    before = len(graph.graph.nodes)
     alone = for_loss_alone(graph)
     boundaries, all_products = find_boundaries(alone), find_weight_products(alone)
     products = {p.node: p for p in all_products if ratios.get(TOKENS + p.name, 1.0) < 1}
@@ -56,7 +55,7 @@ def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: Draws | Giv
         graph.module.recompile()
     sites = [ROWS + b.name for b in boundaries] + [TOKENS + p.name for p in all_products]
     left = {name: "kept in full" for name in sites if name not in changed}
-    return Changes(tuple(changed), left, before - len(graph.graph.nodes))
+    return Changes(tuple(changed), left)
 
 
 def plan_cuts(

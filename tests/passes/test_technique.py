@@ -64,7 +64,8 @@ class EveryOther(Technique):
         cut = [p.name for p in graph.trainable if p.name not in decisions]
         for name in cut:
             graph.drop_gradient(name)
-        return Changes(tuple(cut), {}, graph.eliminate_dead_code())
+        graph.eliminate_dead_code()
+        return Changes(tuple(cut))
 
     def start(self, opt: Any) -> None:
         STARTED.append(opt.plan.decisions[self.name])
