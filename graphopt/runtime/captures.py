@@ -196,6 +196,22 @@ def text_of(value: Any) -> str:
     return f"({', '.join(map(text_of, value))})" if type(value) is tuple else repr(value)
 
 
+class _Same:
+    """Compares a value by identity, and keeps it, so that no other comes to lie at its address."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return str(id(self.value))
+
+
 def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Constants of a call, compared by value where they can be and by identity where not."""
     result = []
@@ -204,5 +220,5 @@ def _hashable(values: tuple[Any, ...]) -> tuple[Any, ...]:
             hash(value)
             result.append((type(value), value))
         except TypeError:
-            result.append((type(value), id(value)))
+            result.append((type(value), _Same(value)))
     return tuple(result)

@@ -17,6 +17,7 @@ from graphopt.frontend.batch import batch_size
 from graphopt.graph import TrainingGraph
 
 if TYPE_CHECKING:
+    from graphopt.frontend.step import RegionStep
     from graphopt.planner.plan import Plan
     from graphopt.runtime.module import OptimizedModule
 
@@ -31,6 +32,7 @@ class BatchLabels(State):
         self._in_full: tuple[Plan, Plan] | None = None
         self._known = True
         self._draws: Tensor | None = None
+        self._written: list[tuple[Tensor, Tensor]] = []
 
     def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """See `State`."""
@@ -39,11 +41,12 @@ class BatchLabels(State):
             return plan
         if self._known and self._fits(decision, model, args, kwargs):
             self._draws = torch.get_rng_state()
+            self._written = self._copies()
             return plan
         return self._all_rows(plan, decision)
 
     def instead(self, plan: Plan, error: Exception) -> Plan | None:
-        """See `State`. The step has begun with finding the rows: but for numbers that were drawn, nothing has changed."""
+        """See `State`. Until rows are found, a step draws numbers, and writes buffers where it is compiled: both are put back."""
         decision = plan.decisions.get("dead_rows")
         if not isinstance(error, TooManyLabels) or not isinstance(decision, Labelled) or self._draws is None:
             return None
@@ -53,7 +56,20 @@ class BatchLabels(State):
             "the example, so that they cannot be counted before a step"
         )
         torch.set_rng_state(self._draws)
+        with torch.no_grad():
+            for tensor, before in self._written:
+                tensor.copy_(before)
         return self._all_rows(plan, decision)
+
+    def after_forward(self, step: RegionStep | None, output: Any) -> None:
+        """See `State`."""
+        self._written = []
+
+    def _copies(self) -> list[tuple[Tensor, Tensor]]:
+        """What a step of the model writes, such as running statistics, with copies of what it holds now."""
+        graph: TrainingGraph | None = self._opt._graph
+        names = {d.target.target for d in graph.outputs if d.kind == "mutation"} if graph is not None else set()
+        return [(t, t.detach().clone()) for name, t in self._opt.tensors().items() if name in names] if names else []
 
     def _all_rows(self, plan: Plan, decision: Labelled) -> Plan:
         if self._in_full is None or self._in_full[0] is not plan:  # the same plan for all such batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt.analysis.flops import flop_profile
+from graphopt.calls import batch_dims_of, flatten_call
 from tests import zoo
 from tests.runtime.test_module import optimized
 
@@ -120,6 +122,22 @@ def test_selecting_anew_counts_the_layers_that_the_model_runs_by_now(kind: type)
     captures = opt.counters.captures
     opt.reselect((x,))
     assert opt.counters.captures == captures
+
+
+def test_an_option_at_the_address_of_an_earlier_one_is_traced_anew() -> None:
+    class Option:
+        __hash__ = None  # type: ignore[assignment]
+
+    model, x = Layers(4), torch.randn(4, 8)
+    captures = graphopt.optimize(model, (x,), backend="aot_eager").captures
+    call = flatten_call((x,), {"option": Option()})
+    dims = batch_dims_of(call, captures.batch_dim)
+    earlier, option = captures.signature(call, dims), weakref.ref(call.constants[-1])
+    del call
+    assert option() is not None  # its address is taken as long as the graph is found by it
+    again = flatten_call((x,), {"option": option()})
+    assert captures.signature(again, dims) == earlier
+    assert captures.signature(flatten_call((x,), {"option": Option()}), dims) != earlier
 
 
 def test_the_controller_selects_on_schedule() -> None:

@@ -176,6 +176,32 @@ def test_labels_that_are_made_otherwise_than_in_the_example() -> None:
     assert any("rows with ignored labels are left out no more" in note for note in opt.report.notes)
 
 
+def test_a_step_that_begins_again_writes_statistics_once() -> None:
+    """Inductor writes buffers in place, and before rows are found."""
+
+    class Normalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.norm = nn.Embedding(50, 32), nn.BatchNorm1d(32)
+            self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 50))
+
+        def forward(self, words: Tensor, labels: Tensor, masked: bool = True) -> Tensor:
+            labels = labels if masked else words
+            logits = self.head(self.norm(self.words(words).mT).mT)
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    words = torch.randint(50, (4, 32))
+    model, batch = Normalised(), (words, words.masked_fill(torch.arange(32) > 3, IGNORED))
+    opt = graphopt.optimize(copy.deepcopy(model), batch, backend="inductor")
+    assert "the loss reads" in str(opt.report)
+    for masked in (True, False):
+        for run in (model, opt):
+            run(*batch, masked=masked).backward()
+    assert any("rows with ignored labels are left out no more" in note for note in opt.report.notes)
+    for (name, ours), eager in zip(opt.named_buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(ours, eager, msg=name)
+
+
 @pytest.mark.parametrize("labelled", [3, 0])
 def test_logits_that_are_differentiated_after_all(labelled: int) -> None:
     """The step runs again for their gradients, with all rows; also where there is no label, and the loss is NaN."""
