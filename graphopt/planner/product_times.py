@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 import graphopt.ops.sparse  # noqa: F401  registers the operator
+from graphopt.compat import no_autocast
+from graphopt.compat.dynamo import outside_tracing
 
 _NAME = re.compile(r"\d+x\d+x\d+|combine \d+x\d+ of \d+x\d+|copy \d+")
 _ENOUGH_SECONDS = 0.05
@@ -77,7 +79,8 @@ class ProductTimes:
 
     def _time(self, name: str, measure: object) -> float:
         if name not in self._known:
-            with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            devices = [self.device] if self.device.type == "cuda" else []
+            with outside_tracing(), no_autocast(), torch.random.fork_rng(devices):  # orders are chosen while AOTAutograd traces
                 self._known[name] = measure()  # type: ignore[operator]
             _write(self.path, self.key, self._known)
         self.used[name] = self._known[name]

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import graphopt
 from graphopt.planner import product_times
 from graphopt.planner.product_times import ProductTimes
 
@@ -79,3 +82,38 @@ def test_two_processes_that_write_lose_nothing(path: Path) -> None:
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0]
     (known,) = json.loads(path.read_text()).values()
     assert len(known) == 80
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.base = nn.Linear(4, 8), nn.Linear(8, 6)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.below(x))
+        return (self.base(x) + x @ self.down @ self.up).square().sum()
+
+
+def test_products_are_computed_where_orders_are_chosen_while_a_graph_is_compiled(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors are timed as nothing, and under autocast products of float32 are those of bfloat16."""
+    found: list[tuple[type, object, bool]] = []
+
+    def measure(self: ProductTimes, call: object) -> float:
+        found.append((type(torch.ones(1)), _get_current_dispatch_mode(), torch.is_autocast_enabled("cpu")))
+        return 1.0
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parent.parent))
+    monkeypatch.setattr(product_times, "_by_device", {})
+    monkeypatch.setattr(ProductTimes, "_measure", measure)
+    with torch.autocast("cpu", torch.bfloat16):
+        opt = graphopt.optimize(Adapted(), (torch.randn(16, 4),), passes=["runlora"], backend="aot_eager")
+        opt(torch.randn(16, 4)).backward()
+        times(path).product(3, 3, 3)
+    assert len(found) > 1
+    assert set(found) == {(Tensor, None, False)}
