@@ -153,6 +153,11 @@ class Technique:
         """Why ranks with a mesh cannot train together by its gradients, if it is PROJECTED; "" if they can."""
         return "it is not known to project the gradients of all ranks in the same way"
 
+    @property
+    def measures_machine(self) -> bool:
+        """Whether `decide` goes by times that it measures: torch's cache on disk may hold what other times decided."""
+        return False
+
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """See `Pass`."""
         raise NotImplementedError

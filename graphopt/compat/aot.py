@@ -44,7 +44,7 @@ class Hooks:
         halves: shown the forward and the backward before they are compiled.
         failed: called with why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
-        depends_on_data: `rewrite` looks at values, which no key can tell: AOTAutograd's cache is not asked.
+        depends_on_data: `rewrite` looks at values or times, which no key can tell: AOTAutograd's cache is not asked.
         functions: of our own that Dynamo's graph may call; torch's caches on disk may hold graphs with them.
     """
 

@@ -81,7 +81,8 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
         weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
     changes = rewrite if plan.passes else None
-    return Hooks(changes, see, halves, failed, _key(plan, found, host), plan.samples, (unasked,))
+    depends_on_data = plan.samples or any(technique(p).measures_machine for p in plan.passes)
+    return Hooks(changes, see, halves, failed, _key(plan, found, host), depends_on_data, (unasked,))
 
 
 def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
@@ -122,7 +123,7 @@ def _key(plan: Plan, found: CompiledRegion, host: Host) -> str:
     """All that a rewritten region depends on but its graph, as text that is the same in every process."""
     passes = [(p.name, repr(p)) for p in plan.passes]
     batch = (plan.not_separable, host.batch_size()) if plan.samples else ()
-    decided = (plan.key, passes, host.values.numbers, batch)
+    decided = (plan.key, passes, host.values.numbers, batch, plan.memory and plan.memory.key)
     parts = (_own_code(), found.region.names, found.needless, sorted(host.planned()), decided)
     return "graphopt " + hashlib.sha256(repr(parts).encode()).hexdigest()
 

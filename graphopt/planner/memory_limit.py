@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.graph import TrainingGraph
@@ -33,6 +35,18 @@ class MemoryLimit:
         if not isinstance(budget.memory, int):
             return None
         return cls(budget.memory, "inductor" if backend == "inductor" else "aot_eager", optimizer or "adamw")
+
+    @property
+    def key(self) -> Hashable:
+        """What decisions within it depend on, as text that is the same in every process; a rate of learning takes no memory."""
+        optimizer = repr(self.optimizer)
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            kind, settings = (
+                type(self.optimizer),
+                {name: value for name, value in self.optimizer.defaults.items() if name != "lr"},
+            )
+            optimizer = f"{kind.__module__}.{kind.__qualname__} {settings}"
+        return self.peak_bytes, self.backend, optimizer
 
     def peak_of(self, graph: TrainingGraph, batch_size: int) -> int:
         """Peak bytes of a step of `graph`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -63,18 +64,36 @@ def graph_milp(costs: BackwardCosts, importance: Sequence[float], limit: int, ti
     return chosen
 
 
+_one_at_a_time = threading.Lock()
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """HiGHS prints a debugging line to the process's standard output on some problems, which would spoil `--json`."""
-    sys.stdout.flush()
-    saved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    with _one_at_a_time:  # a second thread would take the null device for the standard output, and leave it there
+        saved = _copy_of_output()
+        if saved is None:
+            yield
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, 1)
+            yield
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+            os.close(null)
+
+
+def _copy_of_output() -> int | None:
+    """A file descriptor of the standard output, with all that was written; None where there is none, as in a daemon."""
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            sys.stdout.flush()
     try:
-        os.dup2(null, 1)
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        os.close(null)
+        return os.dup(1)
+    except OSError:
+        return None
 
 
 def activities(masks: Sequence[int], tensors: Sequence[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

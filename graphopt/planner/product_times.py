@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
+import platform
 import re
 import statistics
 import time
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 
 import graphopt.ops.sparse  # noqa: F401  registers the operator
+from graphopt.compat import no_autocast
+from graphopt.compat.dynamo import outside_tracing
 
 _NAME = re.compile(r"\d+x\d+x\d+|combine \d+x\d+ of \d+x\d+|copy \d+")
 _ENOUGH_SECONDS = 0.05
@@ -35,7 +39,7 @@ class ProductTimes:
         self.device = device
         self.dtype = dtype
         self.path = path or cache_file()
-        self.key = f"{_device_name(device)} {torch.get_num_threads()} threads, torch {torch.__version__}, {dtype}"
+        self.key = machine(device, dtype)
         self._known: dict[str, float] = {**_read(self.path).get(self.key, {}), **_adopted.get(self.key, {})}
         self.used: dict[str, float] = {}
 
@@ -77,7 +81,8 @@ class ProductTimes:
 
     def _time(self, name: str, measure: object) -> float:
         if name not in self._known:
-            with torch.no_grad(), torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            devices = [self.device] if self.device.type == "cuda" else []
+            with outside_tracing(), no_autocast(), torch.random.fork_rng(devices):  # orders are chosen while AOTAutograd traces
                 self._known[name] = measure()  # type: ignore[operator]
             _write(self.path, self.key, self._known)
         self.used[name] = self._known[name]
@@ -106,16 +111,17 @@ class ProductTimes:
 
 TimesFor = Callable[[torch.device, torch.dtype], ProductTimes | None]
 
-_by_device: dict[tuple[torch.device, torch.dtype], ProductTimes] = {}
+_by_device: dict[tuple[torch.device, str], ProductTimes] = {}
 _adopted: dict[str, dict[str, float]] = {}
 
 
 def product_times(device: torch.device, dtype: torch.dtype) -> ProductTimes | None:
     """Times for a device; None for one on which nothing can run, such as `meta`."""
     if device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available()):
-        if (device, dtype) not in _by_device:
-            _by_device[device, dtype] = ProductTimes(device, dtype)
-        return _by_device[device, dtype]
+        key = device, machine(device, dtype)
+        if key not in _by_device:
+            _by_device[key] = ProductTimes(device, dtype)
+        return _by_device[key]
     return None
 
 
@@ -156,10 +162,29 @@ def cache_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphopt" / "product_times.json"
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+def machine(device: torch.device, dtype: torch.dtype) -> str:
+    """What times depend on beside a product's shape, as it is now: the device, the processor, and torch with its settings."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    settings = f"{torch.get_num_threads()} threads, float32 as {float32_precision()}"
+    return f"{device.type} {name}, {_processor()}, {settings}, torch {torch.__version__}, {dtype}"
+
+
+@functools.cache
+def _processor() -> str:
+    """The model of the CPU; Linux tells it in a file alone."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def float32_precision() -> str:
+    """What products of float32 may calculate in; torch has one word for it unless its old and new settings were mixed."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        backends: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cuda)  # the first has no declared `matmul`
+        return " and ".join(str(backend.matmul.fp32_precision) for backend in backends)
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:

@@ -18,7 +18,7 @@ from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import is_view
 from graphopt.compat import pytree
 from graphopt.graph import TrainingGraph
-from graphopt.planner.product_times import ProductTimes
+from graphopt.planner.product_times import ProductTimes, machine
 
 aten = torch.ops.aten
 
@@ -26,9 +26,13 @@ _LEFT = {aten.mm.default: 0, aten.addmm.default: 1}
 """Where a product's left operand is among its arguments."""
 
 
-@functools.cache
 def machine_times(device: torch.device, dtype: torch.dtype) -> ProductTimes:
     """Times of products apart from those that orders of contraction are chosen by, which a checkpoint remembers."""
+    return _times_of(device, dtype, machine(device, dtype))
+
+
+@functools.cache
+def _times_of(device: torch.device, dtype: torch.dtype, key: str) -> ProductTimes:
     return ProductTimes(device, dtype)
 
 

@@ -23,7 +23,7 @@ from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
-from graphopt.planner.product_times import adopt_times, are_times, used_times
+from graphopt.planner.product_times import adopt_times, are_times, float32_precision, used_times
 from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.runtime.counters import Counters
 from graphopt.runtime.plain_values import from_plain
@@ -181,7 +181,7 @@ def _numbers(model: nn.Module) -> tuple[Any, ...]:
 
 def _settings() -> tuple[Any, ...]:
     """Settings of torch that decide which kernels a captured graph has."""
-    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), float32_precision()
 
 
 def _autocast_state(inputs: FlatInputs) -> tuple[Any, ...]:

@@ -129,6 +129,11 @@ class Lsp(Technique):
             return ""
         return f"schedule={self.schedule!r} hands gradients to the host before they are averaged; use schedule='sequential'"
 
+    @property
+    def measures_machine(self) -> bool:
+        """See `Technique`."""
+        return self.criterion == "time" and self.order is None and self.schedule != "zero"
+
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every weight whose gradient can be compressed, by its name.
 

@@ -67,6 +67,11 @@ class RunLora(Technique):
         """`order`, if one was asked for."""
         return _by_name(self.order) if isinstance(self.order, str) else self.order
 
+    @property
+    def measures_machine(self) -> bool:
+        """See `Technique`."""
+        return self.criterion == "time" and self.fixed_order is None
+
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every layer whose products can be reordered, by the name of its weight."""
         return [Site(layer.name) for layer in find_lora_sites(graph).layers]

@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import graphopt
 from graphopt.planner import product_times
 from graphopt.planner.product_times import ProductTimes
+from graphopt.planner.step_time import machine_times
 
 GOOD = {"4x4x4": 0.5, "combine 2x2 of 4x4": 1, "copy 16": 1e-6}
 
@@ -79,3 +83,92 @@ def test_two_processes_that_write_lose_nothing(path: Path) -> None:
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0]
     (known,) = json.loads(path.read_text()).values()
     assert len(known) == 80
+
+
+MIXED = """
+import sys, torch
+from graphopt.planner.product_times import machine
+keys = [machine(torch.device("cpu"), torch.float32)]
+torch.backends.cuda.matmul.allow_tf32 = True
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # from here on, torch's old functions raise
+keys.append(machine(torch.device("cpu"), torch.float32))
+torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+keys.append(machine(torch.device("cpu"), torch.float32))
+import graphopt
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0), torch.nn.Linear(8, 1), torch.nn.Flatten(0))
+graphopt.optimize(model, (torch.randn(2, 4),), backend="aot_eager", loss=lambda out: out.sum())
+sys.exit(len(set(keys)) != 3)
+"""
+
+
+def test_times_are_of_the_settings_under_which_they_are_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parent.parent))
+    monkeypatch.setattr(product_times, "_by_device", {})
+    device, threads, precision = torch.device("cpu"), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    for of in (product_times.product_times, machine_times):
+        before = of(device, torch.float32)
+        try:
+            torch.set_num_threads(threads + 1)
+            more_threads = of(device, torch.float32)
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision("medium" if precision != "medium" else "highest")
+            other_precision = of(device, torch.float32)
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(precision)
+        assert of(device, torch.float32) is before
+        found = (before, more_threads, other_precision, of(device, torch.float64))
+        assert len({times.key for times in found if times is not None}) == 4
+
+
+def test_the_processor_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = times(Path("nowhere")).key
+    monkeypatch.setattr(product_times, "_processor", lambda: "another")
+    assert times(Path("nowhere")).key != before
+
+
+def test_settings_that_torch_has_no_one_word_for_are_told_apart() -> None:
+    assert subprocess.run([sys.executable, "-c", MIXED], timeout=300).returncode == 0
+
+
+def test_times_of_earlier_versions_are_not_read(path: Path) -> None:
+    """Some were of fake tensors."""
+    name = f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({f"{name} {torch.get_num_threads()} threads, torch {torch.__version__}, torch.float32": GOOD}))
+    assert times(path).product(4, 4, 4) != GOOD["4x4x4"]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.base = nn.Linear(4, 8), nn.Linear(8, 6)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.below(x))
+        return (self.base(x) + x @ self.down @ self.up).square().sum()
+
+
+def test_products_are_computed_where_orders_are_chosen_while_a_graph_is_compiled(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fake tensors are timed as nothing, and under autocast products of float32 are those of bfloat16."""
+    found: list[tuple[type, object, bool]] = []
+
+    def measure(self: ProductTimes, call: object) -> float:
+        found.append((type(torch.ones(1)), _get_current_dispatch_mode(), torch.is_autocast_enabled("cpu")))
+        return 1.0
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path.parent.parent))
+    monkeypatch.setattr(product_times, "_by_device", {})
+    monkeypatch.setattr(ProductTimes, "_measure", measure)
+    with torch.autocast("cpu", torch.bfloat16):
+        opt = graphopt.optimize(Adapted(), (torch.randn(16, 4),), passes=["runlora"], backend="aot_eager")
+        opt(torch.randn(16, 4)).backward()
+        times(path).product(3, 3, 3)
+    assert len(found) > 1
+    assert set(found) == {(Tensor, None, False)}

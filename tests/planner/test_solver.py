@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
 
 from graphopt.planner.costs import BackwardCosts
+from graphopt.planner.milp import quiet
 from graphopt.planner.problem import Problem, TensorBytes, evaluate
 from graphopt.planner.solver import solve
 
@@ -117,3 +122,48 @@ def test_segments_without_flops_are_computed_again_only_where_memory_needs_it() 
         found = solve(problem, memory_limit=limit)
         assert found is not None
         assert found.recomputed == recomputed
+
+
+def test_two_threads_leave_the_standard_output_where_it_was() -> None:
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with quiet():
+            first_in.set()
+            second_in.wait(0.2)  # it is let in only later
+        first_out.set()
+
+    def second() -> None:
+        first_in.wait()
+        with quiet():
+            second_in.set()
+            first_out.wait()
+
+    before, saved = os.fstat(1), os.dup(1)
+    threads = [threading.Thread(target=run) for run in (first, second)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert os.path.samestat(os.fstat(1), before)
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+@pytest.mark.parametrize("close", ["os.close(1)", "os.close(1); sys.stdout = None", "sys.stdout.close()", "sys.stdout = None"])
+def test_where_there_is_no_standard_output_nothing_is_silenced(close: str) -> None:
+    """What fails inside fails as it would."""
+    code = f"""
+import os, sys
+from graphopt.planner.milp import quiet
+print("text that is not written yet")
+{close}
+try:
+    with quiet():
+        raise OSError("inside")
+except OSError as error:
+    os._exit(str(error) != "inside")
+"""
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=300).returncode == 0
