@@ -113,7 +113,7 @@ def _bloom(batch: int) -> Any:
     return _causal(BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=VOCABULARY)), batch)
 
 
-def _bert(batch: int, layers: int = 1) -> Any:
+def _bert(batch: int, layers: int = 2) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
     # without a type of problem the first forward would write it

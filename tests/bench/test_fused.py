@@ -21,7 +21,7 @@ class Asked(Exception):
 
 
 def bert() -> Any:
-    return zoo.make("bert", 4)
+    return zoo.make("bert", 4, layers=1)
 
 
 def demo_runs() -> None:

@@ -24,7 +24,7 @@ from tests.long_forms import long
 
 def start(way: str) -> tuple[nn.Module, dict[str, torch.Tensor], float, float]:
     """The model after three steps on one batch, that batch, and its loss before and after."""
-    model, batch = zoo.make("bert", 4, layers=2)
+    model, batch = zoo.make("bert", 4)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -62,7 +62,7 @@ def test_rotations_train_what_they_say_and_come_to_every_layer() -> None:
 
 
 def test_a_rotation_changes_layers_after_its_period() -> None:
-    model, batch = zoo.make("bert", 4, layers=2)
+    model, batch = zoo.make("bert", 4)
     prepared = WAYS["BAdam"](Start(model, batch, 1e-3, 0, "aot_eager"))
     first = {name for name, p in model.named_parameters() if p.requires_grad}
     for _ in range(PERIOD):

@@ -23,7 +23,7 @@ FROZEN = "bert.encoder.layer.0"
 
 def half_frozen() -> tuple[nn.Module, Any]:
     """A model whose first block is not trained, nor anything before it."""
-    model, inputs = zoo.make("bert", BATCH, layers=2)
+    model, inputs = zoo.make("bert", BATCH)
     for part in ("bert.embeddings", FROZEN):
         model.get_submodule(part).requires_grad_(False)
     return model, inputs

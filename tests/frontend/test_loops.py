@@ -59,7 +59,7 @@ def test_a_loss_of_the_logits_under_autocast_that_is_left_before_the_backward() 
 
 @pytest.mark.parametrize("mixed", [True, False])
 def test_a_step_runs_again_in_the_precision_of_its_own_call(mixed: bool) -> None:
-    model, inputs = zoo.make("bert", 4)
+    model, inputs = zoo.make("bert", 4, layers=1)
     reference = copy.deepcopy(model)
     opt = graphopt.optimize(model, inputs, backend="aot_eager")
     for autocast in (True, True, False, False, True, False):  # of each kind a first step, and one that compiles nothing

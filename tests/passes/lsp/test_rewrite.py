@@ -242,7 +242,7 @@ def test_auto_compresses_nothing_that_nobody_asked_for() -> None:
 
 
 def test_a_cut_backward_compresses_what_is_left() -> None:
-    model, inputs = zoo.make("bert", 4, layers=2)
+    model, inputs = zoo.make("bert", 4)
     graph = capture_to_run(model, *as_call(inputs), 0)
     cut, _ = run_pass(GreenTrainer(), graph, {"classifier.weight", "bert.encoder.layer.1.output.dense.weight"})
     sites = [site.name for site in Lsp(subspace=4, nonzeros=2).applicable(cut)]

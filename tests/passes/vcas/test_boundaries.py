@@ -40,7 +40,7 @@ BLOCKS = {
     ],
 )
 def test_blocks_have_a_boundary_each(name: str, dropout: bool) -> None:
-    names, options = BLOCKS[name], {} if name == "mlp" else {"layers": 2}
+    names, options = BLOCKS[name], {} if name in ("mlp", "bert") else {"layers": 2}
     found = boundaries_of(*zoo.make(name, 6, dropout=dropout, **options))
     assert [b.name for b in found] == names
     assert [b.parent for b in found] == [None, *range(len(names) - 1)]
