@@ -1,9 +1,11 @@
-"""Batches that are larger than the one that a plan within `Budget(memory=...)` was made for."""
+"""Steps that need more memory than those that a plan within `Budget(memory=...)` was made for."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,10 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryWatch:
-    """Predicts the peak of steps whose inputs are larger than the planned ones, once per shape."""
+    """Predicts the peak of steps whose inputs are larger than the planned ones, or that train more, once per shape and step."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[torch.Size, ...]] = set()
+        self._seen: dict[tuple[torch.Size, ...], weakref.ref[RegionStep]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without steps: a copy has its own."""
+        return {"_seen": {}}
 
     def warning(
         self, step: RegionStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
@@ -33,10 +39,12 @@ class MemoryWatch:
         """
         limit = step.plan.memory
         shapes = tuple(t.shape for t in inputs.tensors)
-        if limit is None or step.plan.measures or shapes in self._seen:
+        seen = self._seen.get(shapes)
+        if limit is None or step.plan.measures or (seen is not None and seen() is step):
             return None
-        self._seen.add(shapes)
-        if _no_larger(shapes, _input_shapes(planned)):
+        self._seen[shapes] = weakref.ref(step)
+        more = {p.name for graph in step.graphs for p in graph.trainable}.difference(p.name for p in planned.trainable)
+        if not more and _no_larger(shapes, _input_shapes(planned)):
             return None
         plan, size = step.plan.without_sampling(), _batch_size(inputs, planned) or step.graph.batch_size
         try:
@@ -49,10 +57,13 @@ class MemoryWatch:
         if peak <= limit.peak_bytes:
             return None
         given = ", ".join(str(tuple(shape)) for shape in shapes)
-        return (
-            f"a step of inputs {given} needs {peak:,} bytes where memory={limit.peak_bytes:,}, because the plan was made for a "
-            "smaller example: give optimize() the largest batch, or use smaller ones"
+        why = (
+            "fewer trained tensors: have opt.reselect(batch) plan anew"
+            if more
+            else "a smaller example: give optimize() the largest batch, or use smaller ones"
         )
+        needs = f"a step of inputs {given} needs {peak:,} bytes where memory={limit.peak_bytes:,}"
+        return f"{needs}, because the plan was made for {why}"
 
 
 def _batch_size(inputs: FlatInputs, planned: TrainingGraph) -> int | None:

@@ -99,9 +99,9 @@ def select_anew(
         InputError: the batch is not one that the model could be called with.
     """
     start = time.perf_counter()
-    if now.plan.selection is None or now.plan.budget.flops is None:
-        return _without_selection(now, *as_call(batch), start)
     try:
+        if now.plan.selection is None or now.plan.budget.flops is None:
+            return _without_selection(now, *as_call(batch), optimizer, start)
         limit, args, kwargs = now.ranks.together(lambda: _limit(now, batch), WHAT)
         names = now.ranks.together(limit.reachable, WHAT)
     except (InputError, RankError):
@@ -125,20 +125,25 @@ WHAT = "selecting anew"
 
 
 def _without_selection(
-    now: InForce, args: tuple[Any, ...], kwargs: dict[str, Any], start: float
+    now: InForce, args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer | None, start: float
 ) -> tuple[Reselection, NewPlan | None]:
-    """Where all tensors are trained, nothing is selected; where some were frozen or unfrozen, the plan's graph is another."""
-    plan = now.plan
-    if now.ranks.all(now.none_frozen_since or plan.train is not None or plan.memory is not None, WHAT):
+    """Where all tensors are trained, nothing is selected; where some were frozen or unfrozen, the plan's graph is another.
+
+    A limit on memory may then leave some untrained.
+    """
+    before = now.plan
+    if now.ranks.all(now.none_frozen_since or before.train is not None, WHAT):
         return Reselection(False, 0.0, time.perf_counter() - start), None
-    try:
-        graph = now.ranks.together(lambda: now.captured(args, kwargs), WHAT)
-        plan = now.ranks.together(lambda: _carried_out(now, now.plan, graph, args, kwargs), WHAT)
-        plan = plan_of_rank_0(plan, now.ranks, now.plan.passes, WHAT)
-    except (InputError, RankError):
-        raise
-    except Exception as error:  # training never dies of an optimisation
-        return _kept(error, start)
+    graph = now.ranks.together(lambda: now.captured(args, kwargs), WHAT)
+
+    def rate() -> Importance:
+        profile = FlopsLimit(before, graph, flop_profile(graph)).profile
+        return rate_tensors(
+            before.passes, now.model, args, kwargs, graph, profile, profile.order, optimizer, now.loss, ranks=now.ranks
+        )
+
+    plan = now.ranks.together(lambda: _carried_out(now, within_memory(before, graph, rate), graph, args, kwargs), WHAT)
+    plan = plan_of_rank_0(plan, now.ranks, before.passes, WHAT)
     return Reselection(True, 0.0, time.perf_counter() - start), NewPlan(plan, graph, flop_profile(graph))
 
 

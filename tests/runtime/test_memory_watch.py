@@ -66,6 +66,38 @@ def test_without_a_limit_nothing_is_predicted(monkeypatch: pytest.MonkeyPatch) -
     assert not opt.report.notes
 
 
+class Deep(nn.Sequential):
+    """Of which the head alone is trained at first."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(128, 128) for _ in range(6)))
+        for layer in list(self)[:-1]:
+            layer.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        return super().forward(x).square().mean()
+
+
+@pytest.mark.parametrize("batch", [8, 9])
+def test_tensors_that_were_unfrozen_are_told_of_and_planned_within_the_limit(batch: int) -> None:
+    model, x = Deep(), torch.randn(8, 128)
+    memory = int(graphopt.analyze(model, (x,), backend="aot_eager").memory.peak_bytes * 1.3)
+    opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=memory), backend="aot_eager")
+    opt(torch.randn(batch, 128)).backward()
+    assert not opt.report.notes
+    model.requires_grad_(True)
+    opt(torch.randn(batch, 128)).backward()
+    (note,) = opt.report.notes
+    assert f"where memory={memory:,}, because the plan was made for fewer trained tensors" in note
+    assert opt.reselect((x,)).changed
+    assert 0 < len(opt.selected) < len(list(model.parameters()))
+    opt.zero_grad()
+    opt(x).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == opt.selected
+    assert opt.report.plan.predicted["peak_bytes"] <= memory
+
+
 def test_longer_inputs_are_larger_too() -> None:
     model, inputs = zoo.make("bert", 4)
     memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * 1.05)
