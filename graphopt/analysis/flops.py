@@ -102,7 +102,7 @@ class FlopProfile:
 
     @property
     def step(self) -> int:
-        """FLOPs of forward and backward; what `FlopCounterMode` counts of the traced operators."""
+        """FLOPs of forward and backward; what `FlopCounterMode` counts of the traced operators by `ADDED_FORMULAS`."""
         return self.forward + self.backward
 
     @cached_property

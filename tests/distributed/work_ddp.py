@@ -24,7 +24,7 @@ PUBLISHED = [GreenTrainer(rule="greentrainer")]
 class Layers(nn.Module):
     """Linear layers under a loss; returns logits, too, and has a parameter that nothing uses."""
 
-    def __init__(self, depth: int = 4, width: int = 32) -> None:
+    def __init__(self, depth: int = 6, width: int = 32) -> None:
         super().__init__()
         self.body = nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())))
         self.head = nn.Linear(width, 4)
