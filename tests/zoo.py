@@ -61,6 +61,20 @@ class Recurrent(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
+class Adapted(nn.Module):
+    """One layer with an adapter, below which something is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.base = nn.Linear(4, 8), nn.Linear(8, 6)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.below(x))
+        return (self.base(x) + x @ self.down @ self.up).square().sum()
+
+
 def without_dropout(model: nn.Module) -> nn.Module:
     """Every dropout probability set to 0, so that two runs can be compared."""
     for module in model.modules():

@@ -41,10 +41,8 @@ class MemoryLimit:
         """What decisions within it depend on, as text that is the same in every process; a rate of learning takes no memory."""
         optimizer = repr(self.optimizer)
         if isinstance(self.optimizer, torch.optim.Optimizer):
-            kind, settings = (
-                type(self.optimizer),
-                {name: value for name, value in self.optimizer.defaults.items() if name != "lr"},
-            )
+            kind = type(self.optimizer)
+            settings = {name: value for name, value in self.optimizer.defaults.items() if name != "lr"}
             optimizer = f"{kind.__module__}.{kind.__qualname__} {settings}"
         return self.peak_bytes, self.backend, optimizer
 

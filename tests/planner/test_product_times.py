@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import graphopt
 from graphopt.planner import product_times
 from graphopt.planner.product_times import ProductTimes
 from graphopt.planner.step_time import machine_times
+from tests import zoo
 
 GOOD = {"4x4x4": 0.5, "combine 2x2 of 4x4": 1, "copy 16": 1e-6}
 
@@ -139,20 +140,6 @@ def test_times_of_earlier_versions_are_not_read(path: Path) -> None:
     assert times(path).product(4, 4, 4) != GOOD["4x4x4"]
 
 
-class Adapted(nn.Module):
-    """A frozen layer with an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.base = nn.Linear(4, 8), nn.Linear(8, 6)
-        self.base.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.below(x))
-        return (self.base(x) + x @ self.down @ self.up).square().sum()
-
-
 def test_products_are_computed_where_orders_are_chosen_while_a_graph_is_compiled(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,7 +154,7 @@ def test_products_are_computed_where_orders_are_chosen_while_a_graph_is_compiled
     monkeypatch.setattr(product_times, "_by_device", {})
     monkeypatch.setattr(ProductTimes, "_measure", measure)
     with torch.autocast("cpu", torch.bfloat16):
-        opt = graphopt.optimize(Adapted(), (torch.randn(16, 4),), passes=["runlora"], backend="aot_eager")
+        opt = graphopt.optimize(zoo.Adapted(), (torch.randn(16, 4),), passes=["runlora"], backend="aot_eager")
         opt(torch.randn(16, 4)).backward()
         times(path).product(3, 3, 3)
     assert len(found) > 1

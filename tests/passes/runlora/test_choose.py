@@ -16,31 +16,17 @@ from graphopt.passes.runlora.orders import AUTOGRAD, LayerShape, Order, named_or
 from graphopt.passes.runlora.rewrite import legal_orders
 from graphopt.passes.runlora.sites import find_lora_sites
 from hypothesis import given, strategies as st
-from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphopt.capture import capture
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, product_times
+from tests import zoo
 
 NAMES = [(f"forward{f}", f"backward{b}") for f in (1, 2) for b in range(1, 9)]
 
 
-class Layer(nn.Module):
-    """One layer with an adapter, below which something is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.base = nn.Linear(4, 8), nn.Linear(8, 6)
-        self.base.requires_grad_(False)
-        self.down, self.up = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.below(x))
-        return (self.base(x) + x @ self.down @ self.up).square().sum()
-
-
-GRAPH = capture(Layer(), (torch.randn(5, 4),))
+GRAPH = capture(zoo.Adapted(), (torch.randn(5, 4),))
 SITES = find_lora_sites(GRAPH)
 
 
@@ -111,7 +97,7 @@ class InTF32(TorchDispatchMode):
 
 def test_nothing_is_merged_where_products_in_tf32_would_lose_the_adapter() -> None:
     torch.manual_seed(0)
-    model = Layer()
+    model = zoo.Adapted()
     tensors = dict(model.named_parameters())
     assert merge_errors(GRAPH, tensors) == {}
     with InTF32():
