@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from graphopt.errors import CheckpointError, InputError
 
-FORMAT, VERSION = "graphopt state", 7
+FORMAT, VERSION = "graphopt state", 8
 
 MOST_BYTES_OF_STRUCTURE = 90_000_000
 """Safetensors reads no header of more than 100 MB."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,16 +46,18 @@ class Chunk:
 
     Attributes:
         tokens: as `Budget(memory=...)` needs it; 0: heads stay whole, whatever the batch; None: as each head is worth it.
+        least: by head, as few as are worth their time. It is measured once: other batches and processes divide in the same way.
         worth_it: the heads that were so for the example, which are divided in graphs for any batch, whichever these met first.
     """
 
     tokens: int | None
+    least: Mapping[str, int] = field(default_factory=dict)
     worth_it: tuple[str, ...] = ()
 
     @property
     def key(self) -> Hashable:
         """See `Decision`."""
-        return str(self.tokens) if self.tokens is not None else f"by themselves: {self.worth_it}"
+        return str(self.tokens) if self.tokens is not None else f"by themselves: {dict(self.least)}, {self.worth_it}"
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,16 @@ class LinearCrossEntropy(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it; or stay for the memory's sake alone."""
-        worth_it = self._worth_it(plan, planning.graph)
-        if not worth_it and plan.memory is not None and self.chunks is None and self.applicable(planning.graph):
-            return plan.decided(self.name, Chunk(0))
-        if worth_it or not planning.auto:
-            return plan.decided(self.name, Chunk(None, worth_it)) if worth_it and self.chunks is None else plan
-        return plan.without(self, "rows of logits are left out instead" if _samples(plan) else self.unneeded)
+        if self.chunks is not None:
+            return plan
+        heads, _ = find_heads(prepared(planning.graph))
+        measured = None if _samples(plan) else _measured(heads, planning.graph)
+        if measured is None or not measured.worth_it:
+            if plan.memory is not None and heads:
+                return plan.decided(self.name, Chunk(0))
+            if planning.auto:
+                return plan.without(self, "rows of logits are left out instead" if _samples(plan) else self.unneeded)
+        return plan.decided(self.name, measured) if measured is not None else plan
 
     def for_all_outputs(self, plan: Plan) -> Plan:
         """Without itself."""
@@ -118,28 +124,15 @@ class LinearCrossEntropy(Technique):
         return tuple(self._chosen(plan, graph).items()), ()
 
     def _chosen(self, plan: Plan, graph: TrainingGraph) -> dict[str, int]:
-        if _samples(plan) and self.chunks is None and self.name not in plan.decisions:
+        decided = plan.decisions.get(self.name)
+        if self.chunks == 1 or (self.chunks is None and decided is None and _samples(plan)):
             return {}
         heads, _ = find_heads(prepared(graph))
-        found = {head.name: self._tokens_of(head, plan, graph) for head in heads}
-        return {name: tokens for name, tokens in found.items() if tokens is not None}
-
-    def _worth_it(self, plan: Plan, graph: TrainingGraph) -> tuple[str, ...]:
-        if self.chunks is not None or _samples(plan):
-            return tuple(self._chosen(plan, graph))
-        return tuple(head.name for head in find_heads(prepared(graph))[0] if _by_default(head, graph))
-
-    def _tokens_of(self, head: Head, plan: Plan, graph: TrainingGraph) -> int | None:
-        """How many tokens of a head are worked on at a time; None: it is left whole."""
         if self.chunks is not None:
-            return None if self.chunks == 1 else -(-head.tokens // self.chunks)
-        decided = plan.decisions.get(self.name)
-        if decided is not None and decided.tokens is not None:
-            return decided.tokens or None
-        chosen = _by_default(head, graph)
-        if chosen is None and head.symbolic and decided is not None and head.name in decided.worth_it:
-            return FEWEST_TOKENS  # the graph serves the batch for which it was worth it, too
-        return chosen
+            return {head.name: -(-head.tokens // self.chunks) for head in heads}
+        decided = decided or _measured(heads, graph)
+        found = {head.name: _tokens_of(head, decided) for head in heads}
+        return {name: tokens for name, tokens in found.items() if tokens}
 
     def apply(self, graph: TrainingGraph, decisions: Collection[Any] | Mapping[str, int]) -> Changes:
         """Compute the heads in `decisions` for as many tokens at a time as these say; of those that are names alone in `chunks`.
@@ -198,9 +191,24 @@ def prepared(graph: TrainingGraph) -> TrainingGraph:
     return alone
 
 
-def _by_default(head: Head, graph: TrainingGraph) -> int | None:
-    """How many tokens of a head are worked on at a time where nothing is said; None: it is not worth it."""
-    most = min(head.tokens // FEWEST_TOKENS, _affordable(head, graph))
+def _measured(heads: Sequence[Head], graph: TrainingGraph) -> Chunk:
+    """What is done where nothing is said, by what this machine can do."""
+    least = {head.name: max(FEWEST_TOKENS, _affordable(head, graph)) for head in heads}
+    return Chunk(None, least, tuple(head.name for head in heads if _where_worth_it(head, least[head.name])))
+
+
+def _tokens_of(head: Head, decided: Chunk) -> int | None:
+    """How many tokens of a head are worked on at a time; None or 0: it is left whole."""
+    least = decided.least.get(head.name)
+    if decided.tokens is not None or least is None:
+        return decided.tokens
+    # the graph serves the batch for which it was worth it, too
+    return _where_worth_it(head, least) or (least if head.symbolic and head.name in decided.worth_it else None)
+
+
+def _where_worth_it(head: Head, least: int) -> int | None:
+    """How many tokens of a head are worked on at a time, no fewer than `least`; None: that saves too little."""
+    most = head.tokens // least
     if most > 1 and head.saved_bytes * (1 - 1 / most) - _in_single_precision(head) >= LEAST_BYTES:
         return -(-head.tokens // most)
     return None
@@ -214,11 +222,13 @@ def _in_single_precision(head: Head) -> int:
 
 
 def _affordable(head: Head, graph: TrainingGraph) -> int:
-    """Chunks for which adding up what is summed over tokens takes no more than `SLOWER` of the step's time."""
+    """Tokens of a chunk for which adding up what is summed over tokens takes no more than `SLOWER` of the step's time.
+
+    They are a power of two, so that measurements that differ a little divide alike.
+    """
     value = head.loss.args[0].meta["val"]  # type: ignore[union-attr]
-    once = _seconds_per_chunk(head)
     whole = flop_profile(graph).step / machine_times(value.device, value.dtype).peak
-    return math.floor(SLOWER * whole / once) if once else head.tokens
+    return 2 ** math.ceil(math.log2(max(head.tokens * _seconds_per_chunk(head) / (SLOWER * whole), 1)))
 
 
 def _seconds_per_chunk(head: Head) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,27 @@ def test_a_graph_for_any_batch_has_those_heads_in_chunks_that_were_worth_it(pass
         assert opt.last_step is not None
         changed.append([c for report in opt.last_step.reports for c in report.changes.changed])
     assert changed == [["large.weight"]] * 4
+
+
+def test_chunks_are_those_of_the_plan_however_fast_the_machine_is_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine, or one that goes on from a checkpoint, added up other chunks: not to the bit."""
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.LEAST_BYTES", 500_000)
+    monkeypatch.setattr("graphopt.passes.linear_cross_entropy.technique.FEWEST_TOKENS", 8)
+    monkeypatch.setattr(ProductTimes, "peak", 1e12)
+    planned = []
+    for bandwidth in (1e13, 1e10):
+        monkeypatch.setattr(ProductTimes, "bandwidth", bandwidth)
+        planned.append(graphopt.optimize(Two(), batch(8, 32, 400, 0), passes=[LinearCrossEntropy()], backend="aot_eager"))
+    fast, slow = planned
+    chunks = []
+    for opt in (slow, fast):
+        opt(*batch(8, 32, 400, 0)).backward()
+        chunks.append(opt.report.sections.get("linear_cross_entropy"))
+    fast.save_state(tmp_path / "plan")
+    slow.load_state(tmp_path / "plan")
+    slow(*batch(8, 32, 400, 0)).backward()
+    assert chunks == [None, {"chunks": {"large.weight": 32}}]
+    assert slow.report.sections["linear_cross_entropy"] == chunks[1]
 
 
 def test_small_heads_stay_whole_in_the_graph_for_any_batch() -> None:
