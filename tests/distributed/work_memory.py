@@ -16,7 +16,7 @@ from tests import zoo
 from tests.measure import peak_and_rest
 
 BATCH, STEPS = 8, 6
-AVERAGED = ("bert", "cnn")
+AVERAGED = ("gpt2", "cnn")
 SHARDED = ("gpt2", "llama")
 FROZEN = "bert.encoder.layer.0"
 

@@ -128,6 +128,7 @@ def test_two_graphs_share_a_parameter(backend: str) -> None:
 def test_rows_are_left_out_at_every_batch_size_and_length(name: str, backend: str) -> None:
     """The partition function is shown the batch as a symbol, and then fixes it: another size is another graph."""
     model, inputs = zoo.make(name, 8)
+    model = zoo.in_one_block(model)
     opt = graphopt.optimize(model, inputs, passes=[Vcas(keep_rows=0.5)], backend=backend)
     parts = []
     with warnings_of() as texts:
