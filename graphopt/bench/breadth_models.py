@@ -70,7 +70,8 @@ SPEECH = (
 """Their forward asks for the gradient of what it makes of the sound, so that the gradient passes through all of the model."""
 
 LARGER = {
-    **dict.fromkeys((*SPEECH, "switch-transformers", "lora-gpt2", "adaption-prompt"), 0.75),
+    **dict.fromkeys(SPEECH, 0.8),
+    **dict.fromkeys(("switch-transformers", "lora-gpt2", "adaption-prompt"), 0.75),
     "reformer": 0.85,
     **dict.fromkeys(("vb-lora", "shira", "wave-ft"), 1.0),  # their gradients cost no product
 }
