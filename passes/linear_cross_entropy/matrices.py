@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, arguments, is_elementwise
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import GraphoptError
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, reached
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node
 
 aten = torch.ops.aten
@@ -274,13 +274,9 @@ class _Matrices(_Editing):
 
 def _read_elsewhere(graph: TrainingGraph) -> set[fx.Node]:
     """Products that outputs of the forward read otherwise than summed over the vocabulary."""
-    waiting, seen = list(graph.forward_results()), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen and node.target not in (NLL, aten.sum.dim_IntList):
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return {node for node in seen if node.target in PRODUCTS}
+    ends = (NLL, aten.sum.dim_IntList)
+    read = reached(graph.forward_results(), lambda node: () if node.target in ends else node.all_input_nodes)
+    return {node for node in read if node.target in PRODUCTS}
 
 
 def _same_shape(one: fx.Node, other: fx.Node) -> bool:
