@@ -111,7 +111,8 @@ function sortable(rows, columns, { first = null, decorate = () => {} } = {}) {
   const made = new Map();
   const drawRow = (row) => {
     if (!made.has(row)) {
-      const cells = columns.map((c) => el("td", { class: [c.number && "number", c.kind].filter(Boolean).join(" ") || null }, c.show(row)));
+      const cells = columns.map((c) => el("td", { class: [c.number && "number", c.kind].filter(Boolean).join(" ") || null },
+        c.show(row)));
       made.set(row, el("tr", {}, cells));
       decorate(row, made.get(row));
     }
@@ -129,7 +130,8 @@ function sortable(rows, columns, { first = null, decorate = () => {} } = {}) {
   function sort(column) {
     sign = by === column ? -sign : column.number ? -1 : 1;
     by = column;
-    heads.forEach((head, k) => head.setAttribute("aria-sort", columns[k] !== by ? "none" : sign > 0 ? "ascending" : "descending"));
+    heads.forEach((head, k) => head.setAttribute("aria-sort",
+      columns[k] !== by ? "none" : sign > 0 ? "ascending" : "descending"));
     draw();
   }
   if (first) sort(first);
