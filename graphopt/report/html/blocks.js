@@ -28,8 +28,7 @@ function drawBlocks() {
     return details;
   });
   section("blocks", "Blocks",
-    el("p", { class: "lead" },
-      "Products with a block's parameters, forward and backward. Open a block for its tensors, and for the ",
+    lead("Products with a block's parameters, forward and backward. Open a block for its tensors, and for the ",
       "lines of code that its operators come from."),
     legend, head, list);
 }
@@ -37,26 +36,17 @@ function drawBlocks() {
 function insideBlock(block) {
   const names = block.tensors.map((k) => REPORT.tensors[k]);
   const rows = names.map((row) => el("tr", {},
-    el("td", { class: "name" }, row.name), el("td", { class: "shape" }, shapeText(row)),
-    el("td", { class: "number" }, flopsOrNone(row.weight_grad_flops)),
-    el("td", { class: "number" }, flopsOrNone(row.input_grad_flops)),
-    el("td", {}, mark(row.trained)), el("td", { class: "why" }, row.why)));
-  const table = el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, ["tensor", "shape", "t_dw", "t_dy", "", "why"]
-      .map((t) => el("th", { class: t.startsWith("t_") ? "number" : null }, t)))),
-    el("tbody", {}, rows)));
+    td("name", row.name), td("shape", shapeText(row)), td("number", flopsOrNone(row.weight_grad_flops)),
+    td("number", flopsOrNone(row.input_grad_flops)), td(null, mark(row.trained)), td("why", row.why)));
+  const titles = ["tensor", "shape", "t_dw", "t_dy", "", "why"];
+  const table = el("div", { class: "scroll" }, titled(titles, (title) => title.startsWith("t_"), rows));
   const lines = block.lines.map(([line, forward, before, after]) => {
     const { file, number, code } = DATA.lines[line];
-    return el("tr", {}, el("td", { class: "name" },
-      el("span", { class: "soft", title: file }, `${file.split("/").pop()}:${number} `), code),
-      el("td", { class: "number" }, forward), el("td", { class: "number" }, after),
-      el("td", { class: "number" }, before - after || ""));
+    return el("tr", {}, td("name", el("span", { class: "soft", title: file }, `${file.split("/").pop()}:${number} `), code),
+      td("number", forward), td("number", after), td("number", before - after || ""));
   });
   const code = lines.length ? [el("h3", {}, "Lines of code and the operators they become"),
-    el("div", { class: "scroll" }, el("table", {},
-    el("thead", {}, el("tr", {}, ["line", "forward", "backward", "removed"]
-      .map((t, i) => el("th", { class: i ? "number" : null }, t)))),
-    el("tbody", {}, lines)))] : [];
+    el("div", { class: "scroll" }, titled(["line", "forward", "backward", "removed"], (_, k) => k > 0, lines))] : [];
   return el("div", { class: "inner" }, table, code);
 }
 

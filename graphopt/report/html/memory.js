@@ -68,7 +68,7 @@ function drawMemory() {
   const memory = DATA.memory;
   if (!memory) return;
   if (!memory.profiles) {
-    section("memory", "Memory", el("p", { class: "lead" }, memory.reason));
+    section("memory", "Memory", lead(memory.reason));
     return;
   }
   const state = { profile: memory.profiles.length - 1, k: memory.batches.indexOf(memory.batch), capacity: memory.capacity };
@@ -91,7 +91,7 @@ function drawMemory() {
       oninput: (event) => { state.capacity = Number(event.target.value) * 2 ** 30 || null; draw(); } })));
   const fixed = memory.batches.length > 1 ? null : el("p", { class: "soft" }, memory.reason);
   section("memory", "Memory over a step",
-    el("p", { class: "lead" }, "Bytes alive while each operator runs, from the first of the forward to the optimizer's last. ",
+    lead("Bytes alive while each operator runs, from the first of the forward to the optimizer's last. ",
       "Hover, or use the arrow keys, to see what is alive and why."),
     controls, fixed, chart, legend, sentence, el("h3", {}, "Largest at the peak"), largest);
 
@@ -121,15 +121,11 @@ function where(profile, row) {
 
 function tensorTable(profile, alive) {
   const text = (index) => DATA.memory.texts[index];
-  return el("table", {},
-    el("thead", {}, el("tr", {}, ["size", "tensor", "shape", "what it is", "why it is alive"]
-      .map((title) => el("th", { class: title === "size" ? "number" : null }, title)))),
-    el("tbody", {}, alive.map(({ block: [name, module, category, , , , why, shape], size }) => el("tr", {},
-      el("td", { class: "number" }, bytes(size)), el("td", { class: "name" }, text(name), origin(text(name), text(module))),
-      el("td", { class: "shape" }, text(shape)),
-      el("td", { class: "shape" },
-        el("i", { class: "swatch", style: `background:${colourOf(CATEGORIES[category])}` }), CATEGORIES[category]),
-      el("td", { class: "why" }, text(why))))));
+  const rows = alive.map(({ block: [name, module, category, , , , why, shape], size }) => el("tr", {},
+    td("number", bytes(size)), td("name", text(name), origin(text(name), text(module))), td("shape", text(shape)),
+    td("shape", el("i", { class: "swatch", style: `background:${colourOf(CATEGORIES[category])}` }), CATEGORIES[category]),
+    td("why", text(why))));
+  return titled(["size", "tensor", "shape", "what it is", "why it is alive"], (title) => title === "size", rows);
 }
 
 /** The module that a tensor comes from, unless its name says so. */
@@ -192,8 +188,7 @@ function addCursor(f, profile, live, state, columns) {
     line.setAttribute("visibility", "visible");
     const box = f.root.getBoundingClientRect();
     const rows = aliveAt(profile, row, state.k, 6).map(({ block, size }) => el("tr", {},
-      el("td", { class: "number" }, bytes(size)), el("td", { class: "name" }, DATA.memory.texts[block[0]]),
-      el("td", { class: "soft" }, [
+      td("number", bytes(size)), td("name", DATA.memory.texts[block[0]]), td("soft", [
         !DATA.memory.texts[block[0]].includes(DATA.memory.texts[block[1]]) && DATA.memory.texts[block[1]],
         DATA.memory.texts[block[6]],
       ].filter(Boolean).join(": "))));

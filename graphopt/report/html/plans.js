@@ -16,8 +16,7 @@ function drawPlans() {
     el("span", { class: "path", title: block.name }, block.name),
     el("span", { class: "cells" }, block.tensors.map((k) => cells[k]))]));
   section("budgets", "What a budget trains",
-    el("p", { class: "lead" },
-      "Each step of the slider is a plan that the solver made beforehand. Squares are matrices, narrow marks ",
+    lead("Each step of the slider is a plan that the solver made beforehand. Squares are matrices, narrow marks ",
       "are biases and norms; filled ones are trained."),
     el("div", { class: "controls" }, el("label", {}, "FLOPs of a step", slider, budget)), text, chart, strip);
 
@@ -91,8 +90,7 @@ function drawPareto() {
     return f.root;
   };
   section("pareto", "The best plans over FLOPs and memory",
-    el("p", { class: "lead" },
-      "No plan here is worse than another in FLOPs, peak memory and value at once. Darker points keep more of ",
+    lead("No plan here is worse than another in FLOPs, peak memory and value at once. Darker points keep more of ",
       "the value; the diamond is full training. Hover or focus a point for its figures."),
     draw());
 }

@@ -21,8 +21,8 @@ function drawTechniques() {
   });
   const idle = DATA.not_needed.length ? [el("h3", {}, "Not needed"),
     el("ul", { class: "plain" }, DATA.not_needed.map(([name, why]) => el("li", {}, el("code", {}, name), `: ${why}`)))] : [];
-  section("techniques", "Techniques", el("p", { class: "lead" },
-    "In the order in which they rewrite the joint graph of forward and backward."), parts, idle);
+  section("techniques", "Techniques",
+    lead("In the order in which they rewrite the joint graph of forward and backward."), parts, idle);
 }
 
 function diffOf(technique) {
@@ -36,8 +36,8 @@ function diffOf(technique) {
 
 function drawBasis() {
   const list = (items) => el("ul", { class: "plain" }, items.map((item) => el("li", {}, item)));
-  const environment = el("table", {}, el("tbody", {},
-    DATA.environment.map(([name, value]) => el("tr", {}, el("td", { class: "soft" }, name), el("td", {}, value)))));
+  const facts = DATA.environment.map(([name, value]) => el("tr", {}, td("soft", name), td(null, value)));
+  const environment = el("table", {}, el("tbody", {}, facts));
   const json = el("details", { class: "plain" }, el("summary", {}, "JSON (schema 1)"));
   json.addEventListener("toggle", () => {
     if (!json.open || json.querySelector("pre")) return;

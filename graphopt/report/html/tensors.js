@@ -31,8 +31,7 @@ function drawTensors() {
   }
   TABLE.rows = table.rows;
   section("tensors", "Tensors",
-    el("p", { class: "lead" },
-      "t_dw is what a tensor's own gradient takes, t_dy what passing it on to those below takes, in FLOPs ",
+    lead("t_dw is what a tensor's own gradient takes, t_dy what passing it on to those below takes, in FLOPs ",
       "(2 per multiply-add) at batch ", String(REPORT.batch_size), ". ",
       DATA.plans.length > 0 && "“From” is the smallest budget above that trains it. ",
       REPORT.importance ? `Importance: ${REPORT.importance}.` : ""),
