@@ -42,7 +42,7 @@ docs-test: docs ## build the site, and run the tutorials
 lint: $(STAMP) ## style, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@! git ls-files '*.md' '*.py' | LC_ALL=C.UTF-8 xargs grep -nE '^.{131,}' || (echo 'lines over 130 columns' && false)
+	@! git ls-files '*.md' '*.py' '*.js' '*.css' | LC_ALL=C.UTF-8 xargs grep -nE '^.{131,}' || (echo 'lines over 130 columns' && false)
 	ln -sfn ../passes graphopt/passes; $(BIN)/mypy; found=$$?; rm graphopt/passes; exit $$found
 
 format: $(STAMP) ## rewrite the sources in the project's format

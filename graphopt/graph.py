@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -29,6 +29,8 @@ from graphopt.compat import (
 )
 from graphopt.compat.graph_modules import copied
 from graphopt.errors import PassError
+
+T = TypeVar("T")
 
 BATCH = sympy.Symbol("B", integer=True, positive=True)
 """The batch symbol in every formula that graphopt hands out."""
@@ -240,26 +242,24 @@ def remove_dead_nodes(module: fx.GraphModule) -> None:
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """`nodes` and everything that they are computed from."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.all_input_nodes)
-    return seen
+    return set(reached(nodes, lambda node: node.all_input_nodes))
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """`nodes` and everything that is computed from them."""
-    seen: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(node.users)
-    return seen
+    return set(reached(nodes, lambda node: node.users))
+
+
+def reached(starts: Iterable[T], onward: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """`starts` and everything that is reached from them, each once, where `onward` says where one leads."""
+    seen: set[T] = set()
+    waiting = list(starts)
+    while waiting:
+        current = waiting.pop()
+        if current not in seen:
+            seen.add(current)
+            yield current
+            waiting.extend(onward(current))
 
 
 def parameters_read(node: fx.Node, parameters: Container[fx.Node]) -> list[fx.Node]:

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from graphopt.compat import pytree
 from graphopt.errors import GraphoptError
-from graphopt.graph import BATCH, TrainingGraph
+from graphopt.graph import BATCH, TrainingGraph, reached
 
 
 class NoRows(GraphoptError):
@@ -64,11 +64,8 @@ def carries_batch(graph: TrainingGraph, value: Any) -> bool:
 
 def gradient_cone(graph: TrainingGraph) -> set[fx.Node]:
     """Nodes computed from the gradient of an output: what the backward alone computes."""
-    stack = [node for desc, node in zip(graph.inputs, graph.placeholders, strict=True) if desc.kind == "tangent"]
-    seen = set(stack)
-    while stack:
-        for user in stack.pop().users:
-            if user not in seen and user.op == "call_function" and not isinstance(user.meta.get("val"), torch.SymInt):
-                seen.add(user)
-                stack.append(user)
-    return seen
+
+    def computed(node: fx.Node) -> list[fx.Node]:
+        return [u for u in node.users if u.op == "call_function" and not isinstance(u.meta.get("val"), torch.SymInt)]
+
+    return set(reached([n for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent"], computed))

@@ -19,7 +19,7 @@ from torch import fx
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.compat import in_region, is_kept, is_recomputed
 from graphopt.errors import InputError
-from graphopt.graph import BATCH, TrainingGraph, ancestors
+from graphopt.graph import BATCH, TrainingGraph, ancestors, reached
 
 
 @dataclass(frozen=True)
@@ -211,15 +211,8 @@ def _split_private(
     weights = weight_of(graph)
     private: dict[int, list[fx.Node]] = defaultdict(list)
     for i, gradient in enumerate(graph.gradients().values()):
-        stack, seen = [gradient], set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node in forward:
-                continue
-            seen.add(node)
-            if node not in flops:
-                stack.extend(node.all_input_nodes)
-            elif serves[node] == 1 << i and _weight_read(node, weights) is None:
+        for node in reached([gradient], lambda node: () if node in flops or node in forward else node.all_input_nodes):
+            if node in flops and node not in forward and serves[node] == 1 << i and _weight_read(node, weights) is None:
                 private[i].append(node)
     taken = {node for nodes in private.values() for node in nodes}
     return [n for n in flops if n not in forward and n not in taken and serves[n]], private

@@ -145,19 +145,15 @@ class MemoryProfile:
     @cached_property
     def breakdown(self) -> dict[str, int]:
         """Bytes per category at the peak; they sum to `peak_bytes`."""
-        return self._by_category(self.peak_row)
+        return self._breakdown(self.peak_row)
 
     @cached_property
     def timeline(self) -> tuple[TimelineRow, ...]:
         """One row per node, in execution order."""
         allocated, freed = np.zeros((2, len(self.rows)), dtype=np.int64)
-        live = {c: np.zeros(len(self.rows) + 1, dtype=np.int64) for c in CATEGORIES}
-        for size, block in zip(self._sizes, self.blocks, strict=True):
-            allocated[block.born] += size
-            freed[block.last] += size
-            live[block.category][block.born] += size
-            live[block.category][block.last + 1] -= size
-        by_category = {c: np.cumsum(changes) for c, changes in live.items()}
+        born, last = self._spans
+        np.add.at(allocated, born, self._sizes)
+        np.add.at(freed, last, self._sizes)
         return tuple(
             TimelineRow(
                 i,
@@ -166,7 +162,7 @@ class MemoryProfile:
                 int(allocated[i]),
                 int(freed[i]),
                 int(self._live[i]),
-                {c: int(total[i]) for c, total in by_category.items() if total[i]},
+                self._breakdown(i),
             )
             for i, row in enumerate(self.rows)
         )
@@ -215,10 +211,14 @@ class MemoryProfile:
 
     @cached_property
     def _live(self) -> np.ndarray:
+        return self.alive(self._sizes)
+
+    def alive(self, sizes: np.ndarray) -> np.ndarray:
+        """The sum over the blocks that exist in each row, of `sizes` in the place of their own."""
         changes = np.zeros(len(self.rows) + 1, dtype=np.int64)
         born, last = self._spans
-        np.add.at(changes, born, self._sizes)
-        np.add.at(changes, last + 1, -self._sizes)
+        np.add.at(changes, born, sizes)
+        np.add.at(changes, last + 1, -sizes)
         return np.cumsum(changes)[:-1]
 
     @property
@@ -237,12 +237,14 @@ class MemoryProfile:
             self._shared["spans"] = (spans[:, 0], spans[:, 1])
         return self._shared["spans"]  # type: ignore[return-value]
 
-    def _by_category(self, row: int) -> dict[str, int]:
-        totals = dict.fromkeys(CATEGORIES, 0)
-        for size, block in zip(self.sizes, self.blocks, strict=True):
-            if block.born <= row <= block.last:
-                totals[block.category] += size
-        return {c: total for c, total in totals.items() if total}
+    @cached_property
+    def _by_category(self) -> dict[str, np.ndarray]:
+        """Bytes alive of each category in each row."""
+        categories = np.array([b.category for b in self.blocks], dtype=str)
+        return {c: self.alive(np.where(categories == c, self._sizes, 0)) for c in CATEGORIES}
+
+    def _breakdown(self, row: int) -> dict[str, int]:
+        return {c: int(total[row]) for c, total in self._by_category.items() if total[row]}
 
     def _int(self, value: int | sympy.Expr) -> int:
         return value if isinstance(value, int) else int(value.subs(BATCH, self.batch_size))

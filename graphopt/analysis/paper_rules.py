@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.flops import FlopProfile, FlopRow, weight_of
-from graphopt.graph import TrainingGraph, ancestors
+from graphopt.graph import TrainingGraph, ancestors, reached
 
 aten = torch.ops.aten
 
@@ -171,17 +171,8 @@ def _cross_attention_scale(graph: TrainingGraph, nodes: list[fx.Node], weights: 
 
 def _is_key(node: fx.Node) -> bool:
     """Whether an unfused product's result goes on to a softmax, so that it is Q K^T and not P V."""
-    stack, seen = list(node.users), set()
-    while stack:
-        user = stack.pop()
-        if user in seen:
-            continue
-        seen.add(user)
-        if user.target is aten._softmax.default:
-            return True
-        if node_flops(user) == 0:
-            stack.extend(user.users)
-    return False
+    readers = reached(node.users, lambda user: user.users if node_flops(user) == 0 else ())
+    return any(user.target is aten._softmax.default for user in readers)
 
 
 def _made_by(operand: Any, products: set[fx.Node]) -> fx.Node | None:

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.liveness import is_view
 from graphopt.compat import is_recomputed
-from graphopt.graph import TrainingGraph, ancestors
+from graphopt.graph import TrainingGraph, ancestors, reached
 
 _TENSORS = (Tensor, tuple, list)
 """What computes with a tensor; a size that is read off it needs no memory."""
@@ -37,14 +37,9 @@ def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
 
 def recomputed(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx.Node]:
     """Nodes of the forward that the backward computes a second time: marked so, and needed for a gradient."""
-    stack = [n for desc, n in zip(graph.outputs, graph.results, strict=True) if desc.kind == "gradient" and n is not None]
-    seen = set(stack)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node not in seen and (node not in forward or is_recomputed(node)):
-                seen.add(node)
-                stack.append(node)
-    return seen.intersection(forward)
+    gradients = [n for desc, n in zip(graph.outputs, graph.results, strict=True) if desc.kind == "gradient" and n is not None]
+    needed = reached(gradients, lambda node: (n for n in node.all_input_nodes if n not in forward or is_recomputed(n)))
+    return set(forward).intersection(needed)
 
 
 def view_source(node: fx.Node) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -137,12 +137,8 @@ class _Builder:
 
     def _add_inputs(self, end: int) -> None:
         categories: dict[str, Category] = {
-            "parameter": "parameter",
-            "buffer": "buffer",
-            "input": "input",
-            "random": "input",
-            "given": "buffer",
-        }
+            "parameter": "parameter", "buffer": "buffer", "input": "input", "random": "input", "given": "buffer",
+        }  # fmt: skip
         seen = set()
         for desc, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
             if desc.kind in categories and desc not in seen:
@@ -163,7 +159,7 @@ class _Builder:
     def _add_forward(self, keep_outputs: bool, end: int) -> None:
         """Saved tensors live until the backward last reads them; other outputs as the caller holds them."""
         results = self.forward.outputs
-        kept = self._first_positions(results[: self.halves.num_forward])
+        kept = {owner for owners in results[: self.halves.num_forward] for owner in owners}
         loss = {owner for i in set(self.halves.tangents.values()) for owner in results[self.halves.num_mutations + i]}
         saved: dict[Owner, int] = {}
         for name, owners in zip(self.saved, results[self.halves.num_forward :], strict=True):
@@ -229,9 +225,6 @@ class _Builder:
 
     def _dim(self, size: Any) -> int | sympy.Expr:
         return size if isinstance(size, int) else self._formula(size)
-
-    def _first_positions(self, outputs: Sequence[Iterable[Owner]]) -> set[Owner]:
-        return {owner for owners in outputs for owner in owners}
 
     def _assumptions(self, optimizer: str, accumulation: int, keep_outputs: bool) -> tuple[str, ...]:
         return (

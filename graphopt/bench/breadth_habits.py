@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ OUTSIDE: list[Any] = []
 
 
 class Habit(nn.Module):
-    """A small network whose forward does something that is no tensor operation, in `between`."""
+    """A small network whose forward does something that is no tensor operation, in `between`: a function, or a method."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: Callable[[Tensor], Tensor] | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.head = nn.Linear(WIDTH, 5)
+        if between is not None:
+            self.between = between  # type: ignore[assignment]
 
     def between(self, hidden: Tensor) -> Tensor:
         """What the habit is about; it runs in the middle of the network."""
@@ -43,22 +46,16 @@ class Habit(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden), labels)
 
 
-class Printing(Habit):
-    """Prints."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Print a number of the data."""
-        print("hidden", float(hidden.detach().mean()))
-        return hidden
+def printing(hidden: Tensor) -> Tensor:
+    """Print a number of the data."""
+    print("hidden", float(hidden.detach().mean()))
+    return hidden
 
 
-class Logging(Habit):
-    """Logs."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Log a shape and a number of the data."""
-        logger.info("hidden %s with mean %.3f", tuple(hidden.shape), hidden.mean().item())
-        return hidden
+def logging_values(hidden: Tensor) -> Tensor:
+    """Log a shape and a number of the data."""
+    logger.info("hidden %s with mean %.3f", tuple(hidden.shape), hidden.mean().item())
+    return hidden
 
 
 class Timing(Habit):
@@ -74,22 +71,16 @@ class Timing(Habit):
         return hidden
 
 
-class Random(Habit):
-    """Draws from Python's generator."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Noise of a random size."""
-        return hidden * (1.0 + 0.1 * random.random()) if random.random() < 2 else hidden
+def random_noise(hidden: Tensor) -> Tensor:
+    """Noise of a random size."""
+    return hidden * (1.0 + 0.1 * random.random()) if random.random() < 2 else hidden
 
 
-class Checking(Habit):
-    """Looks at a value before it goes on."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Raise if values explode."""
-        if hidden.abs().max().item() > 1e6:
-            raise ValueError("values explode")
-        return hidden
+def checking(hidden: Tensor) -> Tensor:
+    """Raise if values explode."""
+    if hidden.abs().max().item() > 1e6:
+        raise ValueError("values explode")
+    return hidden
 
 
 class Block(nn.Module):
@@ -133,42 +124,30 @@ class Breaking(Habit):
         return nn.functional.cross_entropy(self.head(x), labels)
 
 
-class NanChecking(Habit):
-    """Looks for NaNs."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """A branch on data."""
-        return torch.nan_to_num(hidden) if torch.isnan(hidden).any() else hidden
+def nan_checking(hidden: Tensor) -> Tensor:
+    """A branch on data."""
+    return torch.nan_to_num(hidden) if torch.isnan(hidden).any() else hidden
 
 
-class Masking(Habit):
-    """Indexes by a mask, whose number of rows depends on data."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Only positive values are squared."""
-        mask = hidden > 0.5
-        kept = hidden[mask] ** 2
-        return hidden + kept.mean()
+def masking(hidden: Tensor) -> Tensor:
+    """Only positive values are squared."""
+    mask = hidden > 0.5
+    kept = hidden[mask] ** 2
+    return hidden + kept.mean()
 
 
-class Nonzero(Habit):
-    """Takes the rows that satisfy a condition."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Add to those rows."""
-        rows = torch.nonzero(hidden.sum(1) > hidden.sum(1).median()).squeeze(1)
-        return hidden.index_add(0, rows, torch.sin(hidden[rows]))
+def nonzero(hidden: Tensor) -> Tensor:
+    """Add to those rows."""
+    rows = torch.nonzero(hidden.sum(1) > hidden.sum(1).median()).squeeze(1)
+    return hidden.index_add(0, rows, torch.sin(hidden[rows]))
 
 
-class Unique(Habit):
-    """Groups rows by a value of the data."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """Subtract the mean of each group."""
-        groups, of_row = torch.unique((hidden[:, 0] * 2).round().detach(), return_inverse=True)
-        sums = torch.zeros(len(groups), hidden.shape[1]).index_add(0, of_row, hidden)
-        counts = torch.bincount(of_row, minlength=len(groups)).clamp(min=1)
-        return hidden - 0.1 * (sums / counts[:, None])[of_row]
+def unique(hidden: Tensor) -> Tensor:
+    """Subtract the mean of each group."""
+    groups, of_row = torch.unique((hidden[:, 0] * 2).round().detach(), return_inverse=True)
+    sums = torch.zeros(len(groups), hidden.shape[1]).index_add(0, of_row, hidden)
+    counts = torch.bincount(of_row, minlength=len(groups)).clamp(min=1)
+    return hidden - 0.1 * (sums / counts[:, None])[of_row]
 
 
 class Warming(Habit):
@@ -224,13 +203,10 @@ class Penalising(Habit):
         return loss + 0.1 * self.penalty
 
 
-class Filling(Habit):
-    """Fills a list that lives elsewhere."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """A statistic per step."""
-        OUTSIDE.append(hidden.detach().norm())
-        return hidden
+def filling(hidden: Tensor) -> Tensor:
+    """A statistic per step."""
+    OUTSIDE.append(hidden.detach().norm())
+    return hidden
 
 
 class Hooked(Habit):
@@ -242,12 +218,9 @@ class Hooked(Habit):
         self.layers[1].register_forward_hook(lambda module, args, output: self.collected.append(output.detach().mean()))
 
 
-class Reading(Habit):
-    """Reads a global."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """A constant of the module."""
-        return hidden * SCALE
+def reading(hidden: Tensor) -> Tensor:
+    """A constant of the module."""
+    return hidden * SCALE
 
 
 class Trying(Habit):
@@ -265,15 +238,12 @@ class Trying(Habit):
             return torch.sigmoid(hidden) + hidden
 
 
-class TryingShapes(Habit):
-    """Catches an error of torch's."""
-
-    def between(self, hidden: Tensor) -> Tensor:
-        """The first attempt has the wrong shape."""
-        try:
-            return hidden.view(3, -1, 7)
-        except RuntimeError:
-            return torch.sigmoid(hidden) + hidden
+def trying_shapes(hidden: Tensor) -> Tensor:
+    """The first attempt has the wrong shape."""
+    try:
+        return hidden.view(3, -1, 7)
+    except RuntimeError:
+        return torch.sigmoid(hidden) + hidden
 
 
 class Hiding(Habit):

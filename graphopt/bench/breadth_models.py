@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphopt.bench import breadth_habits as habits
 from graphopt.bench.breadth_adapters import ADAPTERS
@@ -22,7 +22,7 @@ def _habit(make: Callable[[], nn.Module]) -> Callable[[], Made]:
 
 def _filling() -> Made:
     habits.OUTSIDE.clear()
-    return _habit(habits.Filling)()
+    return _habit(lambda: habits.Habit(habits.filling))()
 
 
 def _packed() -> Made:
@@ -34,19 +34,23 @@ def _case(make: Callable[[], nn.Module], effects: Callable[[Any], Any] | None = 
     return Case(_habit(make), "ordinary Python in forward", effects)
 
 
+def _between(function: Callable[[Tensor], Tensor]) -> Case:
+    return _case(lambda: habits.Habit(function))
+
+
 HABITS: dict[str, Case] = {
     "plain": _case(habits.Habit),
-    "print": _case(habits.Printing),
-    "logging": _case(habits.Logging),
+    "print": _between(habits.printing),
+    "logging": _between(habits.logging_values),
     "time": _case(habits.Timing),
-    "random": _case(habits.Random),
-    "item-check": _case(habits.Checking),
+    "random": _between(habits.random_noise),
+    "item-check": _between(habits.checking),
     "check-in-layers": _case(habits.Looping),
     "print-in-loop": _case(habits.Breaking),
-    "nan-check": _case(habits.NanChecking),
-    "mask-index": _case(habits.Masking),
-    "nonzero": _case(habits.Nonzero),
-    "unique": _case(habits.Unique),
+    "nan-check": _between(habits.nan_checking),
+    "mask-index": _between(habits.masking),
+    "nonzero": _between(habits.nonzero),
+    "unique": _between(habits.unique),
     "float-argument": Case(
         _habit(habits.Warming), "ordinary Python in forward", vary=lambda step: {"temperature": 1.0 + 0.5 * step}
     ),
@@ -55,9 +59,9 @@ HABITS: dict[str, Case] = {
     "stored-penalty": _case(habits.Penalising, lambda model: model.penalty),
     "outside-list": Case(_filling, "ordinary Python in forward", lambda model: list(habits.OUTSIDE)),
     "hook": _case(habits.Hooked, lambda model: list(model.collected)),
-    "global": _case(habits.Reading),
+    "global": _between(habits.reading),
     "try-except": _case(habits.Trying),
-    "try-except-shape": _case(habits.TryingShapes),
+    "try-except-shape": _between(habits.trying_shapes),
     "hidden-module": _case(habits.Hiding),
     "numpy-attribute": _case(habits.Numpy),
     "packed-lstm": Case(_packed, "ordinary Python in forward"),

@@ -131,12 +131,10 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
 
 def plot(results: list[dict], path: Path, title: str) -> None:
     """Accuracy and loss of every run over its seconds of training, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(10, 4.2))
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for r in results:
         look = {"color": COLOURS[r["kind"]], "alpha": 0.8, "label": f"{r['run']}, seed {r['seed']}: {r['accuracy'][-1][1]:.1%}"}

@@ -17,11 +17,9 @@ def gantt(simulations: Mapping[str, Simulation], path: str | Path) -> Path:
         simulations: by title.
         path: of the PNG.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 1.9 * len(simulations)))
-    FigureCanvasAgg(figure)
     axes = figure.subplots(len(simulations), 1, sharex=True, squeeze=False)[:, 0]
     for axis, (title, simulation) in zip(axes, simulations.items(), strict=True):
         for span in simulation.spans:

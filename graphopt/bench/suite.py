@@ -236,11 +236,9 @@ def _reached(runs: Sequence[Result], goals: Mapping[int, Result], compiling: boo
 
 def plot(task: str, rows: Sequence[Result], path: Path) -> None:
     """Accuracy over the seconds of training, means over seeds, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5))
-    FigureCanvasAgg(figure)
     axis = figure.subplots()
     for row in (r for r in rows if r["task"] == task):
         points = list(zip(*row["curves"], strict=False))

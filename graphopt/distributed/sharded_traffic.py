@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from graphopt.analysis.communication import Collective
 from graphopt.compat import pytree
 from graphopt.compat.fsdp import Part, parts_of, post_forward_order
+from graphopt.frontend.history import functions_behind
 from graphopt.passes.state import State
 
 if TYPE_CHECKING:
@@ -80,15 +81,5 @@ def collectives(
 def _differentiated(output: Any) -> set[int]:
     """The leaves, by `id`, that autograd reaches from what a model has returned."""
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    waiting: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen, found = set(waiting), set()
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor):
-            found.add(id(leaf))
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return found
+    leaves = (getattr(node, "variable", None) for node in functions_behind(tensors))
+    return {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

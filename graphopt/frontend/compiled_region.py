@@ -115,7 +115,7 @@ class Ran:
 
 
 class Host(Protocol):
-    """Whom a backend works for.
+    """Whom a backend works for; what has a body here is that of a graph by itself.
 
     Attributes:
         modes: that watch operators; see `observed_by`.
@@ -124,42 +124,42 @@ class Host(Protocol):
         values: that passes have graphs exchange with Python.
     """
 
-    modes: Sequence[Any]
-    begun: bool
-    settled: bool
+    modes: Sequence[Any] = ()
+    begun: bool = False
+    settled: bool = False
     values: Values
 
     def names(self) -> Mapping[int, Sequence[str]]:
-        """See `tensor_names`."""
-        ...
+        """See `tensor_names`; others are named by where Dynamo found them."""
+        return {}
 
     def planned(self) -> Collection[str]:
         """The parameters that a plan knows of; others are trained."""
         ...
 
     def batch_size(self) -> int:
-        """Of the call under way."""
-        ...
+        """Of the call under way; 1 where it is not known."""
+        return 1
 
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Which dimension of each value is the batch, among the tensors of the call under way."""
-        ...
+        return [None] * len(values)
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor is an argument of the call under way."""
-        ...
+        return False
 
     def check(self, plan: Plan) -> None:
-        """Raise what the user has to know before anything is compiled under a plan."""
-        ...
+        """Raise what the user has to know before anything is compiled under a plan; Dynamo itself guards what is frozen."""
+        return
 
     def compiled(self, region: CompiledRegion) -> None:
         """Called with a region that was compiled."""
-        ...
+        return
 
     def ran(self, region: CompiledRegion) -> None:
         """Called with a region that runs."""
-        ...
+        return
 
     def returned(self, node: Any, outputs: Sequence[Any], ran: Ran) -> None:
         """Called with the outputs of a region of which some have no backward.
@@ -167,7 +167,7 @@ class Host(Protocol):
         Args:
             node: of autograd, which wants an `ask`; see `graphopt.frontend.outputs.answer`.
         """
-        ...
+        return
 
     def drop_unselected(self) -> None:
         """Tensors that are not selected are to lose every gradient that reaches them."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphopt.compat.fsdp import passes_gradients_on
+from graphopt.graph import reached
 
 
 def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
@@ -25,17 +26,16 @@ def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
         return True
     if tensor.grad_fn is None:
         return wanted(tensor)
-    waiting: list[Any] = [tensor.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
+    for node in functions_behind([tensor]):
         if isinstance(node, torch.autograd.function.BackwardCFunction) and not passes_gradients_on(node):
             return True  # compiled parts, which are cut themselves, among them
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and wanted(leaf):
             return True
-        for source, _ in node.next_functions:
-            if source is not None and source not in seen:
-                seen.add(source)
-                waiting.append(source)
     return False
+
+
+def functions_behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """What autograd runs to compute gradients of what `tensors` were computed from, each function once."""
+    last = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    return reached(last, lambda node: (source for source, _ in node.next_functions if source is not None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +84,14 @@ class Asked:
 def own_optimizer(opt: OptimizedModule) -> bool:
     """Whether a technique's gradients need the optimizer that `opt.make_optimizer` makes."""
     return any(state.own_optimizer for state in opt.states.values())
+
+
+def batches_of(loader: Any) -> int | None:
+    """How many an epoch has; None where the data has no length."""
+    try:
+        return (len(loader) if isinstance(loader, Sized) else 0) or None
+    except TypeError:  # of an iterable data set
+        return None
 
 
 def begin(

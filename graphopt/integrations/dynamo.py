@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphopt.budget import Budget
@@ -20,7 +20,7 @@ from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, GraphoptError, PassError
 from graphopt.frontend.backend import PlanBackend
-from graphopt.frontend.compiled_region import CompiledRegion, Ran
+from graphopt.frontend.compiled_region import Host
 from graphopt.frontend.region import Region, region_of, training_graph
 from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph
@@ -149,48 +149,16 @@ class _Parameters(nn.Module):
         return iter(self.__dict__["held"].items())
 
 
-class _Host:
-    """What a `PlanBackend` needs to know of a graph that is planned by itself; see `Host`."""
-
-    modes: Sequence[Any] = ()
-    begun = False
-    settled = False
+class _Host(Host):
+    """Of a graph that is planned by itself."""
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.values = Values()
 
-    def names(self) -> Mapping[int, Sequence[str]]:
-        """Tensors are named by where Dynamo found them."""
-        return {}
-
     def planned(self) -> Collection[str]:
         """All."""
         return self.region.trainable
-
-    def batch_size(self) -> int:
-        """Unknown."""
-        return 1
-
-    def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
-        """Unknown."""
-        return [None] * len(values)
-
-    def is_given(self, tensor: Tensor) -> bool:
-        """Unknown."""
-        return False
-
-    def returned(self, node: Any, outputs: Sequence[Any], ran: Ran) -> None:
-        """Every output has a backward."""
-
-    def check(self, plan: Plan) -> None:
-        """Whatever is frozen is guarded by Dynamo."""
-
-    def compiled(self, region: CompiledRegion) -> None:
-        """Not counted."""
-
-    def ran(self, region: CompiledRegion) -> None:
-        """Not counted."""
 
     def drop_unselected(self) -> None:
         """The graph is compiled as torch.compile has it, and trains everything."""

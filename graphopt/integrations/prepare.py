@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.errors import InputError
-from graphopt.integrations.asked import Asked, begin, own_optimizer
+from graphopt.integrations.asked import Asked, batches_of, begin, own_optimizer
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.substituted import Substituted
 from graphopt.integrations.training_steps import TrainingSteps
@@ -47,7 +47,7 @@ class Prepared:
         self._diverted.in_eval = True
         every, by_batches = asked.reselect_every, False
         if every is None and asked.reselects:
-            every, by_batches = _batches(loader), True
+            every, by_batches = batches_of(loader), True
         self._by_epoch = by_batches
         self._steps = begin(asked, self._diverted, optimizer, every, self._made, by_batches=by_batches)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
@@ -114,7 +114,7 @@ class Prepared:
 
     def _made(self, opt: OptimizedModule, steps: TrainingSteps) -> None:
         if self._by_epoch and steps.due is not None:
-            steps.due.every = _batches(_divided(self.loader)) or steps.due.every
+            steps.due.every = batches_of(_divided(self.loader)) or steps.due.every
         for due in (steps.merges_due, steps.due):
             if due is not None:
                 opt.controllers.add(due)
@@ -198,11 +198,3 @@ def _divided(loader: Any) -> Any:
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     active = state().active_dataloader if state is not None and state._shared_state else None
     return loader if getattr(active, "dataset", None) is not getattr(loader, "dataset", loader) else active
-
-
-def _batches(loader: Any) -> int | None:
-    """Of an epoch; None where the data has no length."""
-    try:
-        return (len(loader) if isinstance(loader, Sized) else 0) or None
-    except TypeError:  # of an iterable data set
-        return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.compat.fsdp import is_sharded
 from graphopt.errors import GraphoptError, InputError, PassError, RankError
-from graphopt.integrations.asked import Asked, begin, own_optimizer
+from graphopt.integrations.asked import Asked, batches_of, begin, own_optimizer
 from graphopt.integrations.buckets import bucketed
 from graphopt.integrations.diverted import Diverted, DivertedCall
 from graphopt.integrations.training_steps import TrainingSteps
@@ -231,11 +231,8 @@ def _run_folder(args: Any) -> Path:
 
 def _steps_per_epoch(args: Any, loader: Any) -> int | None:
     """Optimizer steps of an epoch; None where the data has no length."""
-    try:
-        batches = len(loader) if isinstance(loader, Sized) else 0
-    except TypeError:  # of an iterable data set
-        batches = 0
-    return math.ceil(batches / args.gradient_accumulation_steps) or None
+    batches = batches_of(loader)
+    return None if batches is None else math.ceil(batches / args.gradient_accumulation_steps)
 
 
 def _refuse_unsupported(args: Any) -> None:

@@ -6,17 +6,17 @@ the call, parameters, `.grad`, optimizer state, buffers and RNG are bit-identica
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from graphopt.capture import unchanged_rng
 from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.sharded import mean_gradients, whole
 from graphopt.distributed.tensor_parallel import is_divided, mean_of_ranks
@@ -83,8 +83,9 @@ def measure_importance(
     def measure() -> tuple[Sequence[Tensor | None], str]:
         if is_divided(model):
             return _of_divided(model, args, kwargs, list(parameters), loss)
-        with _on_copies(model, parameters.values()) as run:
-            value, source = scalar_loss(run(args, kwargs), loss)
+        buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+        with unchanged_rng(list(parameters.values())), torch.enable_grad():
+            value, source = scalar_loss(torch.func.functional_call(model, buffers, args, dict(kwargs)), loss)
             return torch.autograd.grad(value, list(parameters.values()), allow_unused=True), source
 
     local, source = ranks.together(measure, what)
@@ -129,7 +130,7 @@ def _of_divided(
         value, source = scalar_loss(model(*args, **kwargs), loss)
         return value
 
-    with torch.random.fork_rng(devices=_devices(model.parameters())), torch.enable_grad():
+    with unchanged_rng(list(model.parameters())), torch.enable_grad():
         return list(mean_gradients(model, run, names).values()), source
 
 
@@ -177,19 +178,3 @@ def _wide(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() and tensor.dtype in (torch.float16, torch.bfloat16):
         return tensor.float()
     return tensor.clone()
-
-
-@contextlib.contextmanager
-def _on_copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> Iterator[Callable[..., Any]]:
-    """A way to run the model that advances neither its buffers nor the RNG."""
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-
-    def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return torch.func.functional_call(model, buffers, args, dict(kwargs))
-
-    with torch.random.fork_rng(devices=_devices(parameters)), torch.enable_grad():
-        yield run
-
-
-def _devices(parameters: Iterable[nn.Parameter]) -> list[int]:
-    return sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})

@@ -209,13 +209,8 @@ def _of_matrix(block: Block, matrices: set[str]) -> bool:
 
 def _scaled_peak(profile: MemoryProfile, share: Callable[[Block], Fraction]) -> int:
     """Peak of the timeline with each block's bytes multiplied by its share, rounded up."""
-    sizes = np.array(
-        [math.ceil(size * share(block)) for block, size in zip(profile.blocks, profile.sizes, strict=True)], dtype=np.int64
-    )
-    changes = np.zeros(len(profile.rows) + 1, dtype=np.int64)
-    np.add.at(changes, [b.born for b in profile.blocks], sizes)
-    np.add.at(changes, [b.last + 1 for b in profile.blocks], -sizes)
-    return int(np.cumsum(changes)[:-1].max())
+    sizes = [math.ceil(size * share(block)) for block, size in zip(profile.blocks, profile.sizes, strict=True)]
+    return int(profile.alive(np.array(sizes, dtype=np.int64)).max())
 
 
 def _row(candidate: Candidate, peak: int, limit: int) -> StrategyRow:
@@ -223,6 +218,5 @@ def _row(candidate: Candidate, peak: int, limit: int) -> StrategyRow:
     name = NAMES[layout.method]
     if layout.method is Method.DP_TP:
         name += f" ({layout.data_parallel} x {layout.tensor_parallel})"
-    replicas = layout.devices // layout.tensor_parallel
     why = "largest batch that fits" if batch else f"one sample takes {in_bytes(peak)} of {in_bytes(limit)}"
-    return StrategyRow(name, batch, batch * replicas, float(candidate.score), peak, why)
+    return StrategyRow(name, batch, batch * layout.data_parallel, candidate.score, peak, why)

@@ -82,7 +82,6 @@ def show_plan(plan: MemoryPlan, console: Console) -> None:
 
 def plot_timeline(profile: MemoryProfile, path: Path, title: str, capacity: int | None = None) -> None:
     """Write a PNG: live bytes per category over the step, with the phases, the peak, and the device's bytes if they are known."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows, peak = profile.timeline, profile.peak_bytes
@@ -90,7 +89,6 @@ def plot_timeline(profile: MemoryProfile, path: Path, title: str, capacity: int 
     unit, size = unit_of(highest, BYTE_UNITS, "B")
     starts = _widths(profile)
     figure = Figure(figsize=(10, 4.5))
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     shown = [c for c in CATEGORIES if any(c in row.by_category for row in rows)]
     series = [[row.by_category.get(c, 0) / size for row in rows] for c in shown]

@@ -41,12 +41,10 @@ def show_worth(curve: Sequence[Worth], console: Console) -> None:
 
 def plot_points(points: Sequence[Point], path: Path, title: str = "") -> None:
     """A PNG: FLOPs across, memory up, importance as colour, a line along plans that keep everything, a mark for full training."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     unit, size = unit_of(max(p.peak_bytes for p in points), BYTE_UNITS, "B")
     figure = Figure(figsize=(7.2, 4.8))
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     front = sorted((p for p in points if p.importance == 1.0), key=lambda p: p.flops_ratio)
     axes.plot([p.flops_ratio for p in front], [p.peak_bytes / size for p in front], color="#9aa4b2", linewidth=1, zorder=1)

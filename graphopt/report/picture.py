@@ -82,28 +82,17 @@ def _flops_by_block(graph: TrainingGraph) -> dict[str, tuple[int, int]]:
 
 def block_picture(before: TrainingGraph, after: TrainingGraph) -> str:
     """An SVG: one row per block from input to output, with its backward FLOPs before and after the passes."""
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     rows = blocks(before, after)
     figure = Figure(figsize=(9, 0.34 * len(rows) + 1.8))
-    FigureCanvasSVG(figure)
     axes = figure.add_subplot()
     heights = range(len(rows))
     unit, scale = unit_of(max((b.forward + b.backward_before for b in rows), default=0), FLOP_UNITS, "FLOPs")
     axes.barh(heights, [b.forward / scale for b in rows], color="#9ab", label="forward")
     left = [b.forward / scale for b in rows]
-    axes.barh(
-        heights,
-        [b.backward_before / scale for b in rows],
-        left=left,
-        color="#eee",
-        edgecolor="#bbb",
-        label="backward, cut",
-    )
+    before_passes = [b.backward_before / scale for b in rows]
+    axes.barh(heights, before_passes, left=left, color="#eee", edgecolor="#bbb", label="backward, cut")
     axes.barh(heights, [b.backward_after / scale for b in rows], left=left, color="#d96", label="backward, kept")
     axes.set_yticks(list(heights), [f"{b.name}  ({b.trained}/{b.parameters} trained)" for b in rows], fontsize=8)
     axes.invert_yaxis()

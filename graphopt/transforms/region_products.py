@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from graphopt.analysis.flops import node_flops
 from graphopt.analysis.saved import recomputed
 from graphopt.compat import KEEP, SAVE, is_kept, is_recomputed
-from graphopt.graph import TrainingGraph, ancestors
+from graphopt.graph import TrainingGraph, ancestors, reached
 
 
 def keep_last_products(graph: TrainingGraph) -> TrainingGraph:
@@ -25,19 +25,16 @@ def keep_last_products(graph: TrainingGraph) -> TrainingGraph:
     graph = graph.clone()
     forward = ancestors(graph.forward_results())
     again, kept = recomputed(graph, forward), {n for n in forward if is_kept(n)}
-    stack = [n for n in forward if not is_recomputed(n) and any(user not in forward or user in again for user in n.users)]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if _is_repeatable(node):
-            for result in [node] if isinstance(node.meta.get("val"), Tensor) else node.users:  # no tuple can be kept
-                result.meta.update(KEEP)
-            for source in kept.intersection(node.all_input_nodes):  # they are kept as a region starts with `node`
-                source.meta.update(SAVE)
-        elif node_flops(node) == 0 and node not in kept:
-            fresh = [source for source in node.all_input_nodes if source not in seen and source not in again]
-            seen.update(fresh)
-            stack.extend(fresh)
+    read = [n for n in forward if not is_recomputed(n) and any(user not in forward or user in again for user in n.users)]
+
+    def computed_again_from(node: fx.Node) -> list[fx.Node]:
+        return [] if node in kept or node_flops(node) != 0 else [n for n in node.all_input_nodes if n not in again]
+
+    for node in [n for n in reached(read, computed_again_from) if _is_repeatable(n)]:
+        for result in [node] if isinstance(node.meta.get("val"), Tensor) else node.users:  # no tuple can be kept
+            result.meta.update(KEEP)
+        for source in kept.intersection(node.all_input_nodes):  # they are kept as a region starts with `node`
+            source.meta.update(SAVE)
     return graph
 
 

@@ -174,12 +174,17 @@ class _Narrowing:
 
     def _among_zeros(self, node: fx.Node, dim: int, length: int | fx.Node, start: int, anchor: fx.Node) -> fx.Node:
         """A tensor as some of the `length` rows of another, from `start`."""
+        stop = start + node.meta["val"].shape[dim]
+        return self._emit(aten.slice_backward.default, (node, self._sizes(node, dim, length), dim, start, stop, 1), anchor)
+
+    def _sizes(self, node: fx.Node, dim: int, length: int | fx.Node) -> list[Any]:
+        """Of a tensor, as sizes in the graph, but for one."""
         shape = node.meta["val"].shape
         sizes: list[Any] = [size if isinstance(size, int) else self.sizes.get(expression(size)) for size in shape]
         sizes[dim] = length
         if None in sizes:
             raise PassError(f"{node.name} has a size that is computed nowhere.")
-        return self._emit(aten.slice_backward.default, (node, sizes, dim, start, start + shape[dim], 1), anchor)
+        return sizes
 
     def _dropped(self, node: fx.Node, axis: Axis) -> fx.Node:
         """One result of a dropout, by the numbers that would have been drawn for these rows, had all been drawn."""
@@ -218,12 +223,8 @@ class _Narrowing:
     def _scattered(self, part: fx.Node, dim: int, axis: Axis, like: fx.Node, anchor: fx.Node) -> fx.Node:
         """Some rows of each sample among zeros."""
         assert self.numbers is not None
-        sizes = [size if isinstance(size, int) else self.sizes.get(expression(size)) for size in part.meta["val"].shape]
-        sizes[dim] = self.rows.length
-        if None in sizes:
-            raise PassError(f"{like.name} has a size that is computed nowhere.")
         emit = self._before(anchor)
-        zeros = emit(aten.new_zeros.default, (part, sizes))
+        zeros = emit(aten.new_zeros.default, (part, self._sizes(part, dim, self.rows.length)))
         where = places(self.numbers, part, dim, axis, self._dimensions(like), emit)
         return emit(aten.scatter.src, (zeros, dim, where, part))
 

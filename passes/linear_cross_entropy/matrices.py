@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphopt.analysis.products import same_shape
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, arguments, is_elementwise
 from graphopt.compat import expression, fake_mode_of
 from graphopt.errors import GraphoptError
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, reached
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node
 
 aten = torch.ops.aten
@@ -149,7 +150,7 @@ class _Matrices(_Editing):
         if source not in self.rows:
             return
         matrix, lead = self.rows[source]
-        if _same_shape(node, source):
+        if same_shape(node, source):
             self.rows[node] = (matrix, lead)
             return
         if given and given[0] % (len(lead) + 1) == len(lead):
@@ -206,7 +207,7 @@ class _Matrices(_Editing):
             return
         for argument in node.all_input_nodes:
             value = argument.meta["val"]
-            if argument in self.rows and _same_shape(argument, node):
+            if argument in self.rows and same_shape(argument, node):
                 inputs[argument] = self.rows[argument][0]
             elif self._for_all(argument, 1):
                 inputs[argument] = argument
@@ -274,17 +275,9 @@ class _Matrices(_Editing):
 
 def _read_elsewhere(graph: TrainingGraph) -> set[fx.Node]:
     """Products that outputs of the forward read otherwise than summed over the vocabulary."""
-    waiting, seen = list(graph.forward_results()), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen and node.target not in (NLL, aten.sum.dim_IntList):
-            seen.add(node)
-            waiting += node.all_input_nodes
-    return {node for node in seen if node.target in PRODUCTS}
-
-
-def _same_shape(one: fx.Node, other: fx.Node) -> bool:
-    return _same(one.meta["val"].shape, other.meta["val"].shape)
+    ends = (NLL, aten.sum.dim_IntList)
+    read = reached(graph.forward_results(), lambda node: () if node.target in ends else node.all_input_nodes)
+    return {node for node in read if node.target in PRODUCTS}
 
 
 def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -46,17 +46,12 @@ class Counts:
     history: list[Adaptation] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class ControllerState:
+@dataclass(kw_only=True)
+class ControllerState(Counts):
     """What a checkpoint keeps; `recent` only holds batches that the next calibration may run on."""
 
     ratios: SampleRatios
     due: Any
-    spent: float
-    calibrating: float
-    steps: int
-    seconds: float
-    history: tuple[Adaptation, ...]
     recent: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
     measured: str

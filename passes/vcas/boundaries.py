@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from graphopt.analysis.batch_dims import NoRows, batch_dim, carries_batch, gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import can_be_view
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, reached
 
 WORTHWHILE = 0.02
 """Part of the backward's FLOPs that a boundary outside of repeated blocks must have before the next one."""
@@ -80,7 +80,7 @@ class _DominatorTree:
         self.gradients = {name: node for name, node in graph.gradients().items() if node in cone}
         self.shapes = {p.name: p.shape for p in graph.parameters}
         self.names = list(self.gradients)
-        needed = _needed(list(self.gradients.values()), cone)
+        needed = set(reached(self.gradients.values(), lambda node: cone.intersection(node.all_input_nodes)))
         self.root: object = "root"
         flow = networkx.DiGraph()
         flow.add_node(self.root)
@@ -228,17 +228,6 @@ def longest_run(kinds: Sequence[object]) -> tuple[int, int, int] | None:
                 best = (start, period, count)
             start += max(1, (count - 1) * period)
     return best
-
-
-def _needed(gradients: list[fx.Node], cone: set[fx.Node]) -> set[fx.Node]:
-    seen = set(gradients)
-    stack = list(gradients)
-    while stack:
-        for node in stack.pop().all_input_nodes:
-            if node in cone and node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return seen
 
 
 def _common_name(names: Sequence[str]) -> str:

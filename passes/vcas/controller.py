@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.state import State
@@ -41,37 +41,19 @@ WORTH_COMPILING = 0.02
 
 
 class IdleController(State):
-    """Stands for a `SamplingController` where nothing is sampled, so that loops that are written for one run unchanged."""
+    """Stands for a `SamplingController` where nothing is sampled, so that loops that are written for one run unchanged.
+
+    Every row is kept, nothing is spent and nothing saved.
+    """
 
     adapts = True
+    ratios: Ratios = ()
+    keep_rows = 1.0
+    seconds = 0.0
+    flops_saved = 0.0
 
     def __init__(self) -> None:
-        self.counts = Counts()
-
-    @property
-    def ratios(self) -> Ratios:
-        """None: every row is kept."""
-        return ()
-
-    @property
-    def keep_rows(self) -> float:
-        """All of them."""
-        return 1.0
-
-    @property
-    def history(self) -> list[Adaptation]:
-        """Empty."""
-        return self.counts.history
-
-    @property
-    def seconds(self) -> float:
-        """None were spent."""
-        return 0.0
-
-    @property
-    def flops_saved(self) -> float:
-        """None were saved by sampling."""
-        return 0.0
+        self.history: list[Adaptation] = []
 
 
 class SamplingController(State):
@@ -240,11 +222,7 @@ class SamplingController(State):
         state = ControllerState(
             ratios=self.state,
             due=self.due.snapshot(),
-            spent=self.counts.spent,
-            calibrating=self.counts.calibrating,
-            steps=self.counts.steps,
-            seconds=self.counts.seconds,
-            history=tuple(self.counts.history),
+            **vars(self.counts),
             recent=tuple(self._recent[-needed:] if needed else ()),
             known=tuple(self._known.items()),
             measured=self._measured,
@@ -264,7 +242,7 @@ class SamplingController(State):
         def restore() -> None:
             restore_count()
             self.state = saved.ratios
-            self.counts = Counts(saved.spent, saved.calibrating, saved.steps, saved.seconds, list(saved.history))
+            self.counts = Counts(**{f.name: getattr(saved, f.name) for f in fields(Counts)})
             self._recent, self._known = list(saved.recent), known
             self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
             self._step = None  # times of products that were saved, too, may choose other orders

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, reached
 
 aten = torch.ops.aten
 
@@ -39,14 +39,8 @@ def find_weight_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
     cone = gradient_cone(graph)
     found: dict[fx.Node, WeightProduct] = {}
     for name, gradient in graph.gradients().items():
-        stack, seen, number = [gradient], set(), 0
-        while stack:
-            node = stack.pop()
-            if node in seen or node not in cone:
-                continue
-            seen.add(node)
-            if node.target in _PASSED:
-                stack.extend(node.all_input_nodes)
+        number = 0
+        for node in reached([gradient], lambda node: node.all_input_nodes if node.target in _PASSED and node in cone else ()):
             tokens = _tokens(graph, cone, node)
             if tokens is not None and node not in found:
                 number += 1
@@ -56,7 +50,7 @@ def find_weight_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
 
 def _tokens(graph: TrainingGraph, cone: set[fx.Node], node: fx.Node) -> int | None:
     """Rows per sample that a product sums over, if it multiplies one gradient by one activation; else None."""
-    if node.target is not aten.mm.default:
+    if node.target is not aten.mm.default or node not in cone:
         return None
     left, right = node.args
     assert isinstance(left, fx.Node)

@@ -22,6 +22,18 @@ function fill(node, attributes, children) {
   return node;
 }
 
+/** A cell of a table, of a kind that has a style, or of none. */
+const td = (kind, ...children) => el("td", { class: kind }, children);
+
+/** What a section is about. */
+const lead = (...children) => el("p", { class: "lead" }, children);
+
+/** A table of rows under titles, of which those of numbers are to the right. */
+function titled(titles, isNumber, rows) {
+  const heads = titles.map((title, k) => el("th", { class: isNumber(title, k) ? "number" : null }, title));
+  return el("table", {}, el("thead", {}, el("tr", {}, heads)), el("tbody", {}, rows));
+}
+
 /** A section with its heading, and its entry in the table of contents. */
 function section(id, title, ...children) {
   document.getElementById("contents").append(el("a", { href: "#" + id }, title));
@@ -111,7 +123,7 @@ function sortable(rows, columns, { first = null, decorate = () => {} } = {}) {
   const made = new Map();
   const drawRow = (row) => {
     if (!made.has(row)) {
-      const cells = columns.map((c) => el("td", { class: [c.number && "number", c.kind].filter(Boolean).join(" ") || null }, c.show(row)));
+      const cells = columns.map((c) => td([c.number && "number", c.kind].filter(Boolean).join(" ") || null, c.show(row)));
       made.set(row, el("tr", {}, cells));
       decorate(row, made.get(row));
     }
@@ -129,7 +141,8 @@ function sortable(rows, columns, { first = null, decorate = () => {} } = {}) {
   function sort(column) {
     sign = by === column ? -sign : column.number ? -1 : 1;
     by = column;
-    heads.forEach((head, k) => head.setAttribute("aria-sort", columns[k] !== by ? "none" : sign > 0 ? "ascending" : "descending"));
+    heads.forEach((head, k) => head.setAttribute("aria-sort",
+      columns[k] !== by ? "none" : sign > 0 ? "ascending" : "descending"));
     draw();
   }
   if (first) sort(first);

@@ -68,25 +68,31 @@ function drawMemory() {
   const memory = DATA.memory;
   if (!memory) return;
   if (!memory.profiles) {
-    section("memory", "Memory", el("p", { class: "lead" }, memory.reason));
+    section("memory", "Memory", lead(memory.reason));
     return;
   }
   const state = { profile: memory.profiles.length - 1, k: memory.batches.indexOf(memory.batch), capacity: memory.capacity };
-  const chart = el("div", { class: "chart", tabindex: 0, role: "group", "aria-label": "Memory over the step; arrow keys move the cursor" });
-  const sentence = el("p", { "aria-live": "polite" }), legend = el("ul", { class: "legend" }), largest = el("div", { class: "scroll" });
+  const chart = el("div", { class: "chart", tabindex: 0, role: "group",
+    "aria-label": "Memory over the step; arrow keys move the cursor" });
+  const sentence = el("p", { "aria-live": "polite" }), legend = el("ul", { class: "legend" }),
+    largest = el("div", { class: "scroll" });
   const batchText = el("output", {}, String(memory.batch));
   const controls = el("div", { class: "controls" });
   if (memory.profiles.length > 1) controls.append(el("fieldset", {}, memory.profiles.map((profile, i) => el("label", {},
-    el("input", { type: "radio", name: "profile", value: i, checked: i === state.profile, onchange: () => { state.profile = i; draw(); } }), profile.label))));
+    el("input", { type: "radio", name: "profile", value: i, checked: i === state.profile,
+      onchange: () => { state.profile = i; draw(); } }), profile.label))));
   if (memory.batches.length > 1) controls.append(el("label", {}, "batch",
-    el("input", { type: "range", id: "batch", min: 0, max: memory.batches.length - 1, step: 1, value: state.k, "aria-label": "batch size",
+    el("input", { type: "range", id: "batch", min: 0, max: memory.batches.length - 1, step: 1, value: state.k,
+      "aria-label": "batch size",
       oninput: (event) => { state.k = Number(event.target.value); draw(); } }), batchText));
   controls.append(el("label", {}, "device memory, GiB",
-    el("input", { type: "number", id: "capacity", min: 0, step: "any", style: "width: 6.5em", value: memory.capacity ? Number((memory.capacity / 2 ** 30).toPrecision(4)) : "",
+    el("input", { type: "number", id: "capacity", min: 0, step: "any", style: "width: 6.5em",
+      value: memory.capacity ? Number((memory.capacity / 2 ** 30).toPrecision(4)) : "",
       oninput: (event) => { state.capacity = Number(event.target.value) * 2 ** 30 || null; draw(); } })));
   const fixed = memory.batches.length > 1 ? null : el("p", { class: "soft" }, memory.reason);
   section("memory", "Memory over a step",
-    el("p", { class: "lead" }, "Bytes alive while each operator runs, from the first of the forward to the optimizer's last. Hover, or use the arrow keys, to see what is alive and why."),
+    lead("Bytes alive while each operator runs, from the first of the forward to the optimizer's last. ",
+      "Hover, or use the arrow keys, to see what is alive and why."),
     controls, fixed, chart, legend, sentence, el("h3", {}, "Largest at the peak"), largest);
 
   function draw() {
@@ -95,10 +101,14 @@ function drawMemory() {
     const peak = live.total[live.peak], batch = memory.batches[state.k];
     batchText.value = String(batch);
     chart.replaceChildren(picture(profile, live, state));
-    const fits = state.capacity ? (peak <= state.capacity ? `Fits into ${bytes(state.capacity)}, ${bytes(state.capacity - peak)} to spare.` : `Does not fit into ${bytes(state.capacity)}: ${bytes(peak - state.capacity)} too much.`) : "";
-    sentence.replaceChildren(el("strong", {}, `Peak ${bytes(peak)} at batch ${batch}`), `, ${where(profile, live.peak)}. ${fits}`);
+    const fits = !state.capacity ? "" : peak <= state.capacity
+      ? `Fits into ${bytes(state.capacity)}, ${bytes(state.capacity - peak)} to spare.`
+      : `Does not fit into ${bytes(state.capacity)}: ${bytes(peak - state.capacity)} too much.`;
+    sentence.replaceChildren(el("strong", {}, `Peak ${bytes(peak)} at batch ${batch}`),
+      `, ${where(profile, live.peak)}. ${fits}`);
     legend.replaceChildren(...CATEGORIES.map((name, c) => [name, live.series[c][live.peak]]).filter(([, size]) => size)
-      .map(([name, size]) => el("li", {}, el("i", { style: `background:${colourOf(name)}` }), name + " ", el("b", {}, bytes(size)))));
+      .map(([name, size]) => el("li", {}, el("i", { style: `background:${colourOf(name)}` }), name + " ",
+        el("b", {}, bytes(size)))));
     largest.replaceChildren(tensorTable(profile, aliveAt(profile, live.peak, state.k, 12)));
   }
   draw();
@@ -111,24 +121,26 @@ function where(profile, row) {
 
 function tensorTable(profile, alive) {
   const text = (index) => DATA.memory.texts[index];
-  return el("table", {},
-    el("thead", {}, el("tr", {}, ["size", "tensor", "shape", "what it is", "why it is alive"].map((title) => el("th", { class: title === "size" ? "number" : null }, title)))),
-    el("tbody", {}, alive.map(({ block: [name, module, category, , , , why, shape], size }) => el("tr", {},
-      el("td", { class: "number" }, bytes(size)), el("td", { class: "name" }, text(name), origin(text(name), text(module))), el("td", { class: "shape" }, text(shape)),
-      el("td", { class: "shape" }, el("i", { class: "swatch", style: `background:${colourOf(CATEGORIES[category])}` }), CATEGORIES[category]), el("td", { class: "why" }, text(why))))));
+  const rows = alive.map(({ block: [name, module, category, , , , why, shape], size }) => el("tr", {},
+    td("number", bytes(size)), td("name", text(name), origin(text(name), text(module))), td("shape", text(shape)),
+    td("shape", el("i", { class: "swatch", style: `background:${colourOf(CATEGORIES[category])}` }), CATEGORIES[category]),
+    td("why", text(why))));
+  return titled(["size", "tensor", "shape", "what it is", "why it is alive"], (title) => title === "size", rows);
 }
 
 /** The module that a tensor comes from, unless its name says so. */
 const origin = (name, module) => module && !name.includes(module) && el("span", { class: "soft" }, ` ${module}`);
 
 function picture(profile, live, state) {
-  const width = Math.max(340, Math.min(1074, document.getElementById("sections").clientWidth - 60)), height = width < 560 ? 300 : 340;
+  const width = Math.max(340, Math.min(1074, document.getElementById("sections").clientWidth - 60)),
+    height = width < 560 ? 300 : 340;
   const peak = live.total[live.peak];
   const shownLimit = state.capacity && state.capacity < 3 * peak;
   const most = Math.max(peak, shownLimit ? state.capacity : 0) * 1.12;
   const [unit, size] = unitOf(most, BYTE_UNITS);
   const f = frame("Memory over a step", width, height, { left: 52, right: 12, top: 46, bottom: 30 },
-    { from: 0, to: 1 }, { from: 0, to: most / size, ticks: ticks(most / size), text: (v) => v.toLocaleString("en-US"), label: `${unit} alive` });
+    { from: 0, to: 1 },
+    { from: 0, to: most / size, ticks: ticks(most / size), text: (v) => v.toLocaleString("en-US"), label: `${unit} alive` });
   const starts = places(profile.phases, profile.steps.length);
   const columns = columnsOf(starts, live.total, 700);
   const base = new Float64Array(columns.length);
@@ -145,17 +157,21 @@ function picture(profile, live, state) {
     f.root.append(svg("path", { d: "M" + over.slice(1) + under + "Z", fill: colourOf(CATEGORIES[c]) }));
   });
   for (const phase of profile.phases) {
-    if (phase.from) f.root.append(svg("line", { class: "axis", x1: f.across(phase.from), x2: f.across(phase.from), y1: f.top, y2: f.bottom + 6 }));
-    f.root.append(svg("text", { x: f.across((phase.from + phase.to) / 2), y: f.bottom + 20, "text-anchor": "middle" }, phase.name));
+    if (phase.from) f.root.append(svg("line",
+      { class: "axis", x1: f.across(phase.from), x2: f.across(phase.from), y1: f.top, y2: f.bottom + 6 }));
+    f.root.append(svg("text", { x: f.across((phase.from + phase.to) / 2), y: f.bottom + 20, "text-anchor": "middle" },
+      phase.name));
   }
   if (shownLimit) {
     const y = f.up(state.capacity / size);
     f.root.append(svg("line", { class: "limit", x1: f.left, x2: f.right, y1: y, y2: y }));
-    f.root.append(svg("text", { class: "limit-text", x: f.right, y: y - 6, "text-anchor": "end" }, `device: ${bytes(state.capacity)}`));
+    f.root.append(svg("text", { class: "limit-text", x: f.right, y: y - 6, "text-anchor": "end" },
+      `device: ${bytes(state.capacity)}`));
   }
   const x = f.across(starts[live.peak]), y = f.up(peak / size), leftward = x > (f.left + f.right) / 2;
   f.root.append(svg("circle", { cx: x, cy: y, r: 4, fill: "var(--ink)" }));
-  f.root.append(svg("text", { class: "strong", x: x + (leftward ? -9 : 9), y: y - 7, "text-anchor": leftward ? "end" : "start" }, `peak ${bytes(peak)}`));
+  f.root.append(svg("text", { class: "strong", x: x + (leftward ? -9 : 9), y: y - 7, "text-anchor": leftward ? "end" : "start" },
+    `peak ${bytes(peak)}`));
   addCursor(f, profile, live, state, columns);
   return f.root;
 }
@@ -172,9 +188,12 @@ function addCursor(f, profile, live, state, columns) {
     line.setAttribute("visibility", "visible");
     const box = f.root.getBoundingClientRect();
     const rows = aliveAt(profile, row, state.k, 6).map(({ block, size }) => el("tr", {},
-      el("td", { class: "number" }, bytes(size)), el("td", { class: "name" }, DATA.memory.texts[block[0]]),
-      el("td", { class: "soft" }, [!DATA.memory.texts[block[0]].includes(DATA.memory.texts[block[1]]) && DATA.memory.texts[block[1]], DATA.memory.texts[block[6]]].filter(Boolean).join(": "))));
-    showTip(clientX ?? box.left + (f.across(from) / f.root.viewBox.baseVal.width) * box.width, clientY ?? box.top + box.height / 3,
+      td("number", bytes(size)), td("name", DATA.memory.texts[block[0]]), td("soft", [
+        !DATA.memory.texts[block[0]].includes(DATA.memory.texts[block[1]]) && DATA.memory.texts[block[1]],
+        DATA.memory.texts[block[6]],
+      ].filter(Boolean).join(": "))));
+    showTip(clientX ?? box.left + (f.across(from) / f.root.viewBox.baseVal.width) * box.width,
+      clientY ?? box.top + box.height / 3,
       el("strong", {}, `${bytes(live.total[row])} `), where(profile, row), el("table", {}, el("tbody", {}, rows)));
   };
   const find = (event) => {

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from graphopt.analysis.flops import FlopProfile, flop_profile
+from graphopt.analysis.flops import flop_profile
 from graphopt.budget import Budget
 from graphopt.calls import as_call
 from graphopt.frontend.planning_graph import analysed
-from graphopt.graph import TrainingGraph
 from graphopt.planner.capacity import capacity
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.pareto import Point, trade_offs
-from graphopt.planner.plan import Plan, resolve_passes
+from graphopt.planner.plan import resolve_passes
 from graphopt.report.html.details import Source, page
-from graphopt.report.tensors import tensor_rows
+from graphopt.report.summary import make_report
+from graphopt.runtime.captures import Captures
 from graphopt.runtime.stages import stage
 
 
@@ -54,35 +54,5 @@ def model_page(
         with stage("plan"):
             points = trade_offs(graph, plan.importance, MemoryLimit(0, backend, optimizer))
     source = Source(graph, plan, flops, backend, optimizer, device_memory, points, title)
-    return page(source, _report(graph, flops, plan, backend))
-
-
-def _report(graph: TrainingGraph, flops: FlopProfile, plan: Plan, backend: str) -> dict[str, Any]:
-    """What `Report.to_dict` says of an optimised model, as far as it is known of one that is not."""
-    reports = plan.rewrite(graph)[1]
-    step = reports[-1].step_flops_after if reports else flops.step
-    ratio = step / flops.step if flops.step else 1.0
-    names = list(flops.order)
-    return {
-        "schema": 1,
-        "verdict": "",
-        "budget": {},
-        "passes": [p.name for p in plan.passes],
-        "approximations": [],
-        "trained": len(names),
-        "trainable": len(names),
-        "selected": names,
-        "cut": [],
-        "forward_flops": flops.forward,
-        "backward_flops": flops.backward,
-        "full_step_flops": flops.step,
-        "step_flops": step,
-        "flops_ratio": ratio,
-        "batch_size": flops.batch_size,
-        "importance": plan.importance.source if plan.importance else "",
-        "batch": "symbolic (any size)" if graph.symbolic else f"as in the example: {graph.static_reason}",
-        "device": str(graph.example.device),
-        "backend": backend,
-        "notes": [],
-        "tensors": [asdict(row) for row in tensor_rows(plan, graph, flops, flops, ratio)],
-    }
+    report = make_report(graph, flops, plan, Captures(model, 0, backend), None, 0.0, {})
+    return page(source, {**report.to_dict(), "verdict": ""})
