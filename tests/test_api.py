@@ -68,6 +68,9 @@ def test_tensors_without_a_size_cannot_be_counted(budget: dict[str, Any]) -> Non
         graphopt.optimize(model, (x,), budget=graphopt.Budget(**budget), loss=torch.sum, backend="aot_eager")
     graphopt.optimize(model, (x,), loss=torch.sum, backend="aot_eager")(x).sum().backward()
     assert model[0].weight.grad is not None
+    norm = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.LazyBatchNorm1d())
+    with pytest.raises(InputError, match=r"1\.running_mean has no size before the model has run"):
+        graphopt.optimize(norm, (x,), loss=torch.sum, backend="aot_eager")
 
 
 def test_an_optimizer_by_name_is_refused() -> None:

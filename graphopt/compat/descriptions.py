@@ -32,7 +32,7 @@ class OutputDesc:
     Attributes:
         kind: "output" (target: index among the model's flat outputs), "mutation" (target: the mutated `InputDesc`),
             "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`), "slot" (target: the
-            name of a further result of the backward) or "none".
+            name of a further result of the backward), "part" (target: a result of one of several graphs, as text) or "none".
     """
 
     kind: str

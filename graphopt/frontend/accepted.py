@@ -67,9 +67,13 @@ def require_no_mesh(mesh: DeviceMesh | None, why: str) -> None:
 
 
 def require_storage(model: nn.Module, limited: bool) -> None:
-    """Raise `InputError` where weights are meta or fake tensors, or have no size yet although a budget has to count them."""
-    lazy = next((name for name, p in model.named_parameters() if nn.parameter.is_lazy(p)), "")
-    if lazy and limited:
+    """Raise `InputError` where weights are meta or fake tensors, or have no size yet although a budget has to count them.
+
+    Buffers have to have one always: what a step changes in them is kept.
+    """
+    named = [*(model.named_parameters() if limited else ()), *model.named_buffers()]
+    lazy = next((name for name, tensor in named if nn.parameter.is_lazy(tensor)), "")
+    if lazy:
         raise InputError(f"{lazy} has no size before the model has run: call the model on a batch once, then optimize it.")
     tensors = [t for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t)]
     if compat.fake_mode_of(tensors) is not None or any(t.is_meta for t in tensors):

@@ -175,7 +175,7 @@ class _Joined:
                     anchor = next(n for n in self.graph.nodes if n.op != "placeholder")
                     with self.graph.inserting_before(anchor):
                         key = ("tangent", number, node.name)  # of several graphs, every output has a backward
-                        held = self._placeholder(key, InputDesc("tangent", key), node)
+                        held = self._placeholder(key, InputDesc("tangent", OutputDesc("part", f"{number} {node.name}")), node)
                     self._outside[number, node] = held
 
     @staticmethod

@@ -5,6 +5,7 @@ The text can be run: `step` takes the graph's inputs in order and returns its ou
 
 from __future__ import annotations
 
+import itertools
 import keyword
 import math
 import re
@@ -77,7 +78,7 @@ def node_names(graph: TrainingGraph) -> dict[fx.Node, str]:
         what = f"grad_{desc.target.kind}_{desc.target.target}" if desc.kind == "tangent" else str(desc.target)
         wanted = re.sub(r"\W", "_", what if desc.kind in ("parameter", "buffer", "tangent") else f"{desc.kind}_{desc.target}")
         wanted = wanted if wanted[:1].isalpha() else f"_{wanted}"
-        name = next(n for k in range(len(graph.inputs) + 2) if (n := f"{wanted}_{k}" if k else wanted) not in taken)
+        name = next(n for k in itertools.count() if (n := f"{wanted}_{k}" if k else wanted) not in taken)
         taken.add(name)
         names[node] = name
     return names | {node: node.name for node in graph.graph.nodes if node.op != "placeholder"}

@@ -101,7 +101,7 @@ class Fallback:
         parameters = dict(self.model.named_parameters())
         if any(not isinstance(p, nn.Parameter) for p in parameters.values()):
             self.note(REPLACED)
-        forms = {id(t): (name, t) for name, t in parameters.items()}
+        forms = {id(t): (name, t) for name, t in parameters.items() if isinstance(t, nn.Parameter)}  # others are the caller's
         for held in held_parameters(self.model):  # gathered, so that nothing is sent; sharded, where they are gathered later
             name = next((n for n in held.names if n in parameters), held.names[0])
             forms |= {id(t): (name, t) for t in (held.sharded, held.whole) if t is not None}

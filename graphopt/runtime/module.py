@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt import compat
 from graphopt.analysis.flops import FlopProfile
 from graphopt.calls import as_call, flatten_call
 from graphopt.compat.fsdp import is_sharded
@@ -116,7 +117,8 @@ class OptimizedModule(PlannedModule):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step's forward, with what techniques do before and after it."""
-        plan, states = self._plan, self.states.values()
+        plan = self._plan
+        states = () if compat.in_function_transform() else self.states.values()  # a transform's batches are no steps
         self._fallback.resting = False
         self.check_wrapping()
         for state in states:

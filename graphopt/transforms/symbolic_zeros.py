@@ -72,15 +72,11 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str], tangents
 def tangent_results(graph: TrainingGraph) -> dict[str, int]:
     """By tangent placeholder, the position among the model's results (outputs, then bases) that it is the gradient of.
 
-    The number of results stands for what is none of them: an input that was changed, or a part of a result that torch alone
-    describes.
+    The number of results stands for what is none of them: an input that was changed, or a result of one of several graphs.
     """
     position = {(desc.kind, desc.target): i for i, desc in enumerate(_results(graph))}
     tangents = [(desc.target, n.name) for desc, n in zip(graph.inputs, graph.placeholders, strict=True) if desc.kind == "tangent"]
-    return {
-        name: position.get((of.kind, of.target) if isinstance(of, OutputDesc) else ("", of), len(position))
-        for of, name in tangents
-    }
+    return {name: position.get((of.kind, of.target), len(position)) for of, name in tangents}
 
 
 def _results(graph: TrainingGraph) -> list[OutputDesc]:

@@ -73,13 +73,15 @@ def _recorded(graph: TrainingGraph, value: Any) -> Any:
     """What a known node gives: an empty tensor, or a number that no shape depends on."""
     if isinstance(value, torch.SymFloat):
         return 1.0  # read off a tensor, which has no memory here
+    if isinstance(value, torch.SymInt):
+        return graph.at(value, graph.batch_size)
     shape, strides = ([graph.at(s, graph.batch_size) for s in sizes] for sizes in (value.shape, value.stride()))
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
 def _known(node: fx.Node, earlier: Mapping[str, fx.Node]) -> bool:
     """Whether a node does what it did before, with what the same nodes give it; only of nodes with one result."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, torch.SymFloat)):
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, torch.SymFloat, torch.SymInt)):
         return False
     pairs = [(n, earlier.get(n.name)) for n in (node, *node.all_input_nodes)]
     if any(b is None or n.meta.get("val") is not b.meta.get("val") for n, b in pairs):

@@ -185,6 +185,36 @@ def test_functional_gradients_are_right() -> None:
     torch.testing.assert_close(found, expected)
 
 
+class Labelled(nn.Module):
+    """Whose labels say which rows the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.hidden, self.head = nn.Embedding(20, 16), nn.Linear(16, 32), nn.Linear(32, 20)
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(torch.relu(self.hidden(self.words(words))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_gradients_of_each_sample() -> None:
+    """Techniques counted the labels of a batch that `vmap` had taken apart."""
+    model, words = Labelled(), torch.randint(20, (4, 16))
+    batch = words, words.masked_fill(torch.arange(16) > 3, -100)
+    opt = graphopt.optimize(model, batch, backend="aot_eager")
+    tensors = {name: p.detach() for name, p in model.named_parameters()}
+
+    def of_each(called: nn.Module) -> dict[str, Tensor]:
+        def loss(parameters: dict[str, Tensor], words: Tensor, labels: Tensor) -> Tensor:
+            result: Tensor = torch.func.functional_call(called, parameters, (words[None], labels[None]))
+            return result
+
+        found: dict[str, Tensor] = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(tensors, *batch)
+        return found
+
+    torch.testing.assert_close(of_each(opt), of_each(model))
+
+
 @pytest.mark.parametrize("warm", [True, False])
 def test_after_functional_gradients_the_plan_is_kept_to(warm: bool) -> None:
     model, batch = Two(), (torch.randn(4, 5),)
@@ -216,6 +246,9 @@ def test_tensors_in_the_place_of_parameters_are_not_selected_among_and_the_repor
     torch.func.functional_call(model, {name: p * 1.5 for name, p in model.named_parameters()}, batch).backward()
     torch.testing.assert_close(ours, {name: p.grad for name, p in model.named_parameters()})
     assert any("functional_call" in note for note in opt.report.notes)
+    leaves = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    torch.func.functional_call(opt, leaves, batch).backward()
+    assert all(leaf.grad is not None for leaf in leaves.values())
 
 
 def test_models_are_freed() -> None:

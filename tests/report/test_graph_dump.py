@@ -1,11 +1,12 @@
 import ast
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphopt
 from graphopt.graph import TrainingGraph
@@ -87,6 +88,31 @@ def test_the_index_links_every_file(dumped: Dumped) -> None:
     _, before, after = dumped
     for files in (before, after):
         assert set(re.findall(r'href="([^"]+)"', files["index.html"])) == set(files) - {"index.html"}
+
+
+class InParts(nn.Module):
+    """Two graphs, and parameters that are called as operators are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.t, self.mm = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x) * self.t)
+        torch._dynamo.graph_break()
+        return self.second(hidden * self.mm).square().mean()
+
+
+@pytest.mark.parametrize("budget", [None, 0.8])
+def test_models_of_several_graphs_and_names_of_operators(budget: float | None, tmp_path: Path) -> None:
+    opt = graphopt.optimize(InParts(), (torch.randn(6, 4),), budget=budget, backend="aot_eager")
+    opt(torch.randn(6, 4)).backward()
+    captured = {p.name: p.read_text("utf-8") for p in opt.dump(tmp_path / "dump")}["0_captured.py"]
+    assert "# parameter t" in captured
+    assert "# gradient of part " in captured
+    ast.parse(captured)
+    opt.report.to_html(tmp_path / "page.html")
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "bert", "llama"])

@@ -1,6 +1,10 @@
+import copy
+
 import pytest
 import torch
+from torch import Tensor, nn
 
+import graphopt
 from graphopt import PassError, TorchVersionError
 from graphopt.capture import capture
 from graphopt.compat import require_supported_torch
@@ -51,6 +55,42 @@ def test_what_is_wrong_is_found_beside_what_was_checked_before(fault: str) -> No
         relu.target = torch.ops.aten.sum.default
     with pytest.raises(PassError, match="relu"):
         verify(graph, before)
+
+
+class Queue(nn.Module):
+    """Features of earlier batches, written where a buffer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.key = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(8, 4).requires_grad_(False)
+        self.register_buffer("queue", torch.randn(4, 24))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.second(torch.relu(self.first(x))) @ self.queue.clone()
+        with torch.no_grad():
+            place = int(self.place)
+            self.queue[:, place : place + len(x)] = self.key(x).t()
+            self.place[0] = (place + len(x)) % 24
+        return nn.functional.cross_entropy(logits, torch.zeros(len(x), dtype=torch.long))
+
+
+def test_numbers_that_are_read_off_tensors() -> None:
+    """Reports and limits on memory failed: they are unknown where tensors have no memory."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 8)
+    peak = graphopt.analyze(Queue(), (x,), backend="aot_eager").memory.peak_bytes
+    for budget in (graphopt.Budget(flops=0.8), graphopt.Budget(memory=int(0.98 * peak))):
+        model = Queue()
+        eager = copy.deepcopy(model)
+        opt = graphopt.optimize(model, (x,), budget=budget, backend="aot_eager")
+        assert "trained" in str(opt.report)
+        opt(x).backward()
+        eager(x).backward()
+        for name, p in eager.named_parameters():
+            if name in opt.selected:
+                torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
 
 
 def test_specialised_graphs_are_static_and_have_the_batch() -> None:
