@@ -264,11 +264,17 @@ def _unchanged_tensors(module: nn.Module) -> Iterator[None]:
     """Put a module's own tensors back after a trace.
 
     AOTAutograd swaps them by name; where a submodule has two names, the second swap takes the traced tensor for the original.
+    Tensors that are neither parameters nor buffers are constants of the trace, and written to where the model does that.
     """
     held = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    plain = [(t, t._version, t.detach().clone()) for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor)]
     try:
         yield
     finally:
+        for tensor, version, value in plain:
+            if tensor._version != version:
+                with torch.no_grad():
+                    tensor.copy_(value)
         for submodule, parameters, buffers in held:
             submodule._parameters.update(parameters)
             submodule._buffers.update(buffers)

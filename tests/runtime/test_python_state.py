@@ -226,6 +226,29 @@ def test_attributes_that_forward_sets(kind: type[Layers]) -> None:
     assert opt.counters.compilations <= 3
 
 
+class Adding(Layers):
+    """Adds to a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.plain += 1
+        return super().forward(x) * self.plain
+
+
+def test_planning_leaves_tensors_that_are_no_buffers_as_they_were() -> None:
+    """Each trace had added to the model's own."""
+    model, x = Adding(), torch.randn(4, 6)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    graphopt.analyze(model, (x,), backend="aot_eager")
+    assert model.plain == 0
+    assert_steps_as_in_eager(model, opt, x, steps=3)
+    assert model.plain == 3
+
+
 class Remembering(Waiting):
     last = -1
 
