@@ -161,7 +161,7 @@ def _head(graph: TrainingGraph, loss: fx.Node) -> Head:
         size = len(found.inside)
         _follow(graph, found)
     if not found.sums and not found.gradients:
-        raise NotSeparable("it has no gradient")
+        raise NotSeparable("no gradient of its logits is recognised")
     products = [node for node in found.inside if node.target in PRODUCTS and node not in found.cone]
     if any(found.is_wide(n) for product in products for n in product.all_input_nodes if n in found.inside):
         raise NotSeparable("the logits are not a product of fewer numbers")

@@ -27,6 +27,8 @@ NONE, MEAN = 0, 1
 """Of `nll_loss_forward`: its `reduction`."""
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+_ALONG = {aten._log_softmax.default: 1, aten._log_softmax_backward_data.default: 2}
+"""Operators along a dimension, and where among their arguments it is."""
 _OF_ONE = frozenset({aten.neg.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default})
 
 
@@ -123,8 +125,8 @@ class _Matrices(_Editing):
                 self._put_back(node)
             elif any(n in self.zeros or n in self.turned for n in node.all_input_nodes):
                 self._behind(node)
-            elif is_elementwise(node.target) and any(n in self.rows for n in node.all_input_nodes):
-                self._element_by_element(node)
+            elif (is_elementwise(node.target) or _is_along_rows(node)) and any(n in self.rows for n in node.all_input_nodes):
+                self._row_by_row(node)
 
     def _is_wide(self, node: fx.Node) -> bool:
         shape = node.meta["val"].shape
@@ -199,7 +201,7 @@ class _Matrices(_Editing):
             return True
         return _is_one(value.shape[0]) and not _is_one(rows)
 
-    def _element_by_element(self, node: fx.Node) -> None:
+    def _row_by_row(self, node: fx.Node) -> None:
         """f(a view) is a view of f."""
         lead = next(self.rows[n][1] for n in node.all_input_nodes if n in self.rows)
         shape, inputs = node.meta["val"].shape, {}
@@ -218,6 +220,8 @@ class _Matrices(_Editing):
             else:
                 return
         args, kwargs = fx.map_arg((arguments(node), dict(node.kwargs)), inputs.__getitem__)
+        if (place := _ALONG.get(node.target)) is not None:
+            args = (*args[:place], 1, *args[place + 1 :])
         found = self.emit(node, node.target, *args, **kwargs)
         view = self.emit(node, aten.view.default, found, [*lead, self.width])
         node.replace_all_uses_with(view)
@@ -278,6 +282,11 @@ def _read_elsewhere(graph: TrainingGraph) -> set[fx.Node]:
     ends = (NLL, aten.sum.dim_IntList)
     read = reached(graph.forward_results(), lambda node: () if node.target in ends else node.all_input_nodes)
     return {node for node in read if node.target in PRODUCTS}
+
+
+def _is_along_rows(node: fx.Node) -> bool:
+    place = _ALONG.get(node.target)
+    return place is not None and arguments(node)[place] % node.meta["val"].dim() == node.meta["val"].dim() - 1
 
 
 def _same(sizes: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -52,6 +52,8 @@ class LanguageModel(nn.Module):
         reduction = next((r for r in ("sum", "none") if r in self.form), "mean")
         smoothing = 0.1 if "smoothed" in self.form else 0.0
         labels = labels.flatten()
+        if self.form == "log softmax":
+            return F.nll_loss(F.log_softmax(logits, -1).flatten(0, 1), labels)
         loss = F.cross_entropy(logits.flatten(0, 1), labels, weight=weight, reduction=reduction, label_smoothing=smoothing)
         if reduction == "none":
             loss = (loss * torch.linspace(0, 1, len(labels), dtype=loss.dtype)).sum() / 7
@@ -91,7 +93,7 @@ def checked(model: nn.Module, inputs: Any, chunks: int = 3, dtypes: Sequence[tor
 
 FORMS = [
     "mean", "sum", "weighted", "soft capped", "scaled", "shifted", "returned", "smoothed", "weighted smoothed sum",
-    "weighted none", "smoothed none", "shifted returned",
+    "weighted none", "smoothed none", "shifted returned", "log softmax",
 ]  # fmt: skip
 
 
