@@ -27,7 +27,7 @@ NONE, MEAN = 0, 1
 """Of `nll_loss_forward`: its `reduction`."""
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-_ALONG = {aten._log_softmax.default: 1, aten._log_softmax_backward_data.default: 2}
+_ALONG: dict[Any, int] = {aten._log_softmax.default: 1, aten._log_softmax_backward_data.default: 2}
 """Operators along a dimension, and where among their arguments it is."""
 _OF_ONE = frozenset({aten.neg.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default})
 
