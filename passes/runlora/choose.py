@@ -26,6 +26,7 @@ from graphopt.passes.runlora.sites import find_lora_sites
 from torch import Tensor, fx
 
 from graphopt.analysis.products import product
+from graphopt.compat import no_autocast
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, TimesFor
 
@@ -201,7 +202,8 @@ def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[st
             if bits[value.device] == FLOAT32_BITS:
                 continue
         try:
-            errors[layer.name] = _merge_error(layer, known, bits.get(value.device, FLOAT32_BITS))
+            with no_autocast():  # the graph has casts of its own
+                errors[layer.name] = _merge_error(layer, known, bits.get(value.device, FLOAT32_BITS))
         except Exception as error:  # planning never dies of a layer
             logger.debug("%s is not merged: %s", layer.name, error)
             errors[layer.name] = math.inf
@@ -232,7 +234,8 @@ def product_bits(device: torch.device) -> int:
     numbers = 1 + 0.5 ** torch.arange(1, FLOAT32_BITS + 1, device=device, dtype=torch.float32)
     factor = torch.ones(256, 256, device=device, dtype=torch.float32)
     factor[:, :FLOAT32_BITS] = numbers
-    kept = (factor @ torch.eye(256, device=device, dtype=torch.float32))[:, :FLOAT32_BITS] == numbers
+    with no_autocast():
+        kept = (factor @ torch.eye(256, device=device, dtype=torch.float32))[:, :FLOAT32_BITS] == numbers
     return int(kept.all(0).sum())
 
 

@@ -148,6 +148,15 @@ def test_a_layer_whose_weight_is_not_known_beforehand_is_not_merged() -> None:
     assert "cannot be computed before a step" in choice.why
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_merging_loses_is_measured_outside_the_callers_autocast(dtype: torch.dtype) -> None:
+    model = zoo.Adapted().to(dtype)
+    graph, tensors = capture(model, (torch.randn(5, 4, dtype=dtype),)), dict(model.named_parameters())
+    expected = merge_errors(graph, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert merge_errors(graph, tensors) == expected
+
+
 def test_all_legal_orders_keep_to_what_the_layer_needs() -> None:
     graph: TrainingGraph = GRAPH
     assert graph.symbolic
