@@ -26,6 +26,7 @@ class Substituted(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
         self._to_load: dict[str, Any] | None = None
+        self._before_load: list[dict[str, Any]] = []
         self._settled = False
         super().__init__([{"params": list(group["params"])} for group in inner.param_groups], dict(inner.defaults))
         self._follow()
@@ -57,11 +58,19 @@ class Substituted(torch.optim.Optimizer):
             raise
 
     def settle(self) -> None:
-        """The optimizer stays what it is now; a state that was to be loaded is loaded, but for options that changed since."""
+        """The optimizer stays what it is now; a state that was to be loaded is loaded, but for options that changed since.
+
+        Where it is refused, the options are those from before `load_state_dict`.
+        """
         state, self._to_load = self._to_load, None  # one that is refused is refused once
         if state is not None:
             now = list(map(_options, self.param_groups))
-            self.inner.load_state_dict(state)
+            try:
+                self.inner.load_state_dict(state)
+            except BaseException:
+                for group, before in zip(self.param_groups, self._before_load, strict=False):  # a group may have been added
+                    group.update(before)
+                raise
             for group, options in zip(self.inner.param_groups, now, strict=True):
                 group.update(options)
         self._settled = True
@@ -108,6 +117,8 @@ class Substituted(torch.optim.Optimizer):
                     f"the state has {saved} parameter groups, this optimizer {own}: make the optimizer as it was when the state "
                     "was saved."
                 )
+            if self._to_load is None:
+                self._before_load = list(map(_options, self.param_groups))
             self._to_load = state_dict
             for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
                 group.update(_options(saved))  # which schedulers, made next, begin with

@@ -24,7 +24,7 @@ from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan
-from graphopt.planner.rating import rate_tensors
+from graphopt.planner.rating import rate_tensors, selecting_of
 from graphopt.runtime.captures import Captures
 
 logger = logging.getLogger(__name__)
@@ -129,9 +129,11 @@ def _without_selection(
 ) -> tuple[Reselection, NewPlan | None]:
     """Where all tensors are trained, nothing is selected; where some were frozen or unfrozen, the plan's graph is another.
 
-    A limit on memory may then leave some untrained.
+    A limit on memory may then leave some untrained, of those that it left out before, too.
     """
-    before = now.plan
+    before, selecting = now.plan, selecting_of(now.plan.passes)
+    if before.memory is not None and (selecting is None or selecting.train is None):  # else the user has said what is trained
+        before = replace(before, train=None, selection=None, importance=None)
     if now.ranks.all(now.none_frozen_since or before.train is not None, WHAT):
         return Reselection(False, 0.0, time.perf_counter() - start), None
     graph = now.ranks.together(lambda: now.captured(args, kwargs), WHAT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,11 +26,14 @@ from graphopt.passes.runlora.sites import find_lora_sites
 from torch import Tensor, fx
 
 from graphopt.analysis.products import product
+from graphopt.compat import no_autocast
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, TimesFor
 
 if TYPE_CHECKING:
     from graphopt.passes.runlora.technique import RunLora
+
+logger = logging.getLogger(__name__)
 
 TOLERABLE = 0.1
 """Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
@@ -116,6 +121,8 @@ def _choose(
     if error > TOLERABLE:
         legal = [o for o in legal if not o.merges]
         blocked = f"merging would lose {error:.0%} of the adapter in products of {layer.base.meta['val'].dtype}"
+        if error == math.inf:
+            blocked = "what merging would lose cannot be computed before a step"
     flops = {o: order_flops(o, shape) for o in legal}
     saved = {o: saved_bytes(o, shape) for o in legal}
     most = order_flops(before, shape) if price == 0 else math.inf
@@ -171,39 +178,52 @@ def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[st
     """Per layer the part of its adapters' contribution that rounding W + cAB loses: |error| / |cAB|.
 
     In half precision the sum is rounded. In float32 the product rounds it where it calculates with fewer bits, as in TF32.
-    An adapter that contributes nothing yet (B = 0) counts as lost entirely. Layers in full precision are left out.
+    An adapter that contributes nothing yet (B = 0) counts as lost entirely; where W, A or B cannot be computed beforehand, the
+    error is infinite. Layers in full precision are left out.
 
     Args:
         tensors: the model's parameters and buffers by name.
     """
-    placeholders = {
+    known: dict[fx.Node, Any] = {
         node: tensors[desc.target]
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True)
         if desc.kind in ("parameter", "buffer") and desc.target in tensors
     }
+    known.update((node, operator.attrgetter(str(node.target))(graph.module)) for node in graph.graph.find_nodes(op="get_attr"))
     bits: dict[torch.device, int] = {}
     errors = {}
     for layer in find_lora_sites(graph).layers:
-        if layer.base.meta["val"].dtype == torch.float64 or layer.unmergeable:
+        value = layer.base.meta["val"]
+        if value.dtype == torch.float64 or layer.unmergeable:
             continue
-        operands = product(layer.base)
-        assert operands is not None
-        weight = _evaluate(operands[1], placeholders)
-        if weight.dtype == torch.float32:
-            if weight.device not in bits:
-                bits[weight.device] = product_bits(weight.device)
-            if bits[weight.device] == FLOAT32_BITS:
+        if value.dtype == torch.float32:
+            if value.device not in bits:
+                bits[value.device] = product_bits(value.device)
+            if bits[value.device] == FLOAT32_BITS:
                 continue
-        change = torch.zeros_like(weight, dtype=torch.float32)
-        for adapter in layer.adapters:
-            a, b = (_evaluate(n, placeholders) for n in (adapter.first.args[1], adapter.second.args[1]))
-            change += adapter.scale * (a.float() @ b.float())
-        before, merged = weight.float(), (weight.float() + change).to(weight.dtype).float()
-        if weight.dtype == torch.float32:
-            before, merged = (_rounded(x, bits[weight.device]) for x in (before, merged))
-        size = float(change.norm())
-        errors[layer.name] = float((merged - before - change).norm()) / size if size else 1.0
+        try:
+            with no_autocast():  # the graph has casts of its own
+                errors[layer.name] = _merge_error(layer, known, bits.get(value.device, FLOAT32_BITS))
+        except Exception as error:  # planning never dies of a layer
+            logger.debug("%s is not merged: %s", layer.name, error)
+            errors[layer.name] = math.inf
     return errors
+
+
+def _merge_error(layer: LoraLayer, known: Mapping[fx.Node, Any], bits: int) -> float:
+    """See `merge_errors`; in float32, products keep so many `bits` of fractions."""
+    operands = product(layer.base)
+    assert operands is not None
+    weight = _evaluate(operands[1], known)
+    change = torch.zeros_like(weight, dtype=torch.float32)
+    for adapter in layer.adapters:
+        a, b = (_evaluate(n, known) for n in (adapter.first.args[1], adapter.second.args[1]))
+        change += adapter.scale * (a.float() @ b.float())
+    before, merged = weight.float(), (weight.float() + change).to(weight.dtype).float()
+    if weight.dtype == torch.float32:
+        before, merged = (_rounded(x, bits) for x in (before, merged))
+    size = float(change.norm())
+    return float((merged - before - change).norm()) / size if size else 1.0
 
 
 def product_bits(device: torch.device) -> int:
@@ -214,7 +234,8 @@ def product_bits(device: torch.device) -> int:
     numbers = 1 + 0.5 ** torch.arange(1, FLOAT32_BITS + 1, device=device, dtype=torch.float32)
     factor = torch.ones(256, 256, device=device, dtype=torch.float32)
     factor[:, :FLOAT32_BITS] = numbers
-    kept = (factor @ torch.eye(256, device=device, dtype=torch.float32))[:, :FLOAT32_BITS] == numbers
+    with no_autocast():
+        kept = (factor @ torch.eye(256, device=device, dtype=torch.float32))[:, :FLOAT32_BITS] == numbers
     return int(kept.all(0).sum())
 
 
@@ -224,11 +245,12 @@ def _rounded(numbers: Tensor, bits: int) -> Tensor:
     return ((numbers.contiguous().view(torch.int32) + unit // 2) & -unit).view(torch.float32)
 
 
-def _evaluate(node: Any, placeholders: Mapping[fx.Node, Tensor]) -> Tensor:
-    """The value of a node that depends on parameters alone."""
-    if node in placeholders:
-        return placeholders[node].detach()
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, placeholders))
+def _evaluate(node: Any, known: Mapping[fx.Node, Any]) -> Tensor:
+    """The value of a node that depends on parameters and constants alone."""
+    if node in known:
+        value: Tensor = known[node].detach()
+        return value
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _evaluate(n, known))
     with torch.no_grad():
         result: Tensor = node.target(*args, **kwargs)
     return result

@@ -192,11 +192,12 @@ def test_a_state_that_does_not_fit_is_refused_once_and_training_goes_on() -> Non
     with pytest.raises(InputError, match="the state has 6 parameter groups, this optimizer 1"):
         training.optimizer.load_state_dict(split.state_dict())
     assert training.optimizer.param_groups[0]["lr"] == before
-    plain = torch.optim.AdamW(mlp().parameters(), lr=before)
+    plain = torch.optim.AdamW(mlp().parameters(), lr=0.5)
     training.optimizer.load_state_dict(plain.state_dict())  # of gradients that were not compressed
     with pytest.raises(InputError, match="not the state of an optimizer with compressed gradients"):
         model(*batch)
     assert same(model, mlp())
+    assert training.optimizer.param_groups[0]["lr"] == before
     model(*batch).backward()
     training.optimizer.step()
     assert all(w.changed is not None for w in training.opt.states["lsp"].weights.values())

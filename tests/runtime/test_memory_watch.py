@@ -98,6 +98,24 @@ def test_tensors_that_were_unfrozen_are_told_of_and_planned_within_the_limit(bat
     assert opt.report.plan.predicted["peak_bytes"] <= memory
 
 
+def test_tensors_that_the_limit_had_left_out_are_planned_anew_too() -> None:
+    model, x = Deep(), torch.randn(8, 128)
+    memory = int(graphopt.analyze(model, (x,), backend="aot_eager").memory.peak_bytes * 1.3)
+    model[3].requires_grad_(True)
+    model[4].requires_grad_(True)
+    opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=memory), backend="aot_eager")
+    first = opt.selected
+    assert "3.weight" not in first
+    assert not opt.reselect((x,)).changed
+    model[4].requires_grad_(False)
+    model[5].requires_grad_(False)
+    assert opt.reselect((x,)).changed
+    assert opt.selected == {"3.weight", "3.bias"}
+    opt(x).backward()
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == opt.selected
+    assert opt.report.plan.predicted["peak_bytes"] <= memory
+
+
 def test_longer_inputs_are_larger_too() -> None:
     model, inputs = zoo.make("bert", 4)
     memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * 1.05)

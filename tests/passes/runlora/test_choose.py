@@ -18,6 +18,7 @@ from graphopt.passes.runlora.sites import find_lora_sites
 from hypothesis import given, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import graphopt
 from graphopt.capture import capture
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, product_times
@@ -112,6 +113,48 @@ def test_nothing_is_merged_where_products_in_tf32_would_lose_the_adapter() -> No
         assert small[name] == pytest.approx(lost.item(), rel=0.2)
     assert not choose_orders(GRAPH, 64, RunLora(criterion="flops"), small, lambda *_: None)[name].order.merges
     assert merge_errors(GRAPH, tensors) == {}
+
+
+class FromConstants(zoo.Adapted):
+    """The layer's weight is a tensor that is neither parameter nor buffer, with rows that another picks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.order = torch.randn(9, 6), torch.arange(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.below(x))
+        return (x @ self.table[self.order] + x @ self.down @ self.up).square().sum()
+
+
+def test_a_weight_that_is_computed_of_constants_is_compared_too() -> None:
+    torch.manual_seed(0)
+    model, x = FromConstants(), torch.randn(64, 4)
+    graph, tensors = capture(model, (x,)), dict(model.named_parameters())
+    (layer,) = find_lora_sites(graph).layers
+    assert merge_errors(graph, tensors) == {}
+    with InTF32():
+        assert 0 < merge_errors(graph, tensors)[layer.name] < TOLERABLE
+    loss = graphopt.optimize(model, (x,), backend="aot_eager")(x)
+    torch.testing.assert_close(loss, model(x))
+
+
+def test_a_layer_whose_weight_is_not_known_beforehand_is_not_merged() -> None:
+    with InTF32():
+        errors = merge_errors(GRAPH, {})
+    assert merge_errors(GRAPH, {}) == {}
+    (choice,) = choose_orders(GRAPH, 64, RunLora(criterion="flops"), errors, lambda *_: None).values()
+    assert not choice.order.merges
+    assert "cannot be computed before a step" in choice.why
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_merging_loses_is_measured_outside_the_callers_autocast(dtype: torch.dtype) -> None:
+    model = zoo.Adapted().to(dtype)
+    graph, tensors = capture(model, (torch.randn(5, 4, dtype=dtype),)), dict(model.named_parameters())
+    expected = merge_errors(graph, tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert merge_errors(graph, tensors) == expected
 
 
 def test_all_legal_orders_keep_to_what_the_layer_needs() -> None:
