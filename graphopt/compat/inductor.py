@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -12,16 +12,20 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
-from graphopt.compat.recompute import SAVE, is_in_forward, is_marked, keep_readers_of_written, must_keep
+from graphopt.compat.recompute import SAVE, copy_written, is_in_forward, is_marked, keep_readers_of_written, must_keep
 
 
 def partition(
-    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool
+    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool, written: Collection[int] = ()
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward graphs; `inductor` also runs its joint passes and min-cut.
 
     The forward returns the `num_forward_outputs` outputs and then what it saves; the backward takes what was saved and
     the tangents. Without Inductor only what is marked is computed again: an unfused graph gains nothing from more.
+
+    Args:
+        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
+        written: positions of those whose new values the forward returns.
     """
     from torch._inductor import compile_fx
     from torch._inductor.virtualized import V
@@ -32,7 +36,11 @@ def partition(
         if not inductor:
             with unsynced_tracing_context(fake_mode):  # see below
                 return as_marked(
-                    joint, (), num_fwd_outputs=num_forward_outputs, static_lifetime_input_indices=list(static_inputs)
+                    joint,
+                    (),
+                    written,
+                    num_fwd_outputs=num_forward_outputs,
+                    static_lifetime_input_indices=list(static_inputs),
                 )
         with V.set_fake_mode(fake_mode):
             joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
@@ -40,13 +48,16 @@ def partition(
             return min_cut(
                 joint,
                 (),
+                num_forward_outputs,
+                written,
                 compiler="inductor",
-                num_fwd_outputs=num_forward_outputs,
                 static_lifetime_input_indices=list(static_inputs),
             )
 
 
-def as_marked(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def as_marked(
+    joint: fx.GraphModule, inputs: Any, written: Collection[int] = (), **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's default partitioner, which computes again what is marked so, and nothing else.
 
     What a marked node reads has to be marked, too, or kept: results of a region that selective checkpointing keeps, and those of
@@ -54,7 +65,7 @@ def as_marked(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
     """
     from torch._functorch.partitioners import default_partition
 
-    keep_readers_of_written(joint, marked_alone=True)
+    keep_readers_of_written(joint, written, marked_alone=True)
     for node in joint.graph.find_nodes(op="call_function", target=operator.getitem):
         if is_marked(node) and not is_marked(node.args[0]):
             node.meta.pop("recompute")
@@ -65,14 +76,17 @@ def as_marked(joint: fx.GraphModule, inputs: Any, **options: Any) -> tuple[fx.Gr
     return default_partition(joint, inputs, **options)
 
 
-def min_cut(joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+def min_cut(
+    joint: fx.GraphModule, inputs: Any, num_fwd_outputs: int, written: Collection[int] = (), **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """torch's min-cut partitioner, which leaves nodes that only the backward reads where less is saved, but for `IN_FORWARD`.
 
     Those are outputs of the forward while the graph is split. What is marked by `KEEP` is not computed again.
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    keep_readers_of_written(joint, marked_alone=False)
+    copy_written(joint, written, num_fwd_outputs)
+    keep_readers_of_written(joint, written, marked_alone=False)
     for node in joint.graph.nodes:
         if must_keep(node):
             node.meta.update(SAVE)

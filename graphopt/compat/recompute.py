@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+
+from graphopt.compat.fakes import output_list
 
 aten = torch.ops.aten
 
@@ -72,30 +74,80 @@ def in_region(node: fx.Node) -> bool:
     return node.meta.get("ac_graph_id") is not None
 
 
-def keep_readers_of_written(joint: fx.GraphModule, marked_alone: bool) -> None:
+def keep_readers_of_written(joint: fx.GraphModule, written: Collection[int], marked_alone: bool) -> None:
     """Keep for the backward what reads an input that the forward writes to later: computed again, it would find other numbers.
 
     A view of such an input is not kept, since its numbers change as well, but what reads the view.
 
     Args:
+        written: see `_written`.
         marked_alone: nodes without a mark are kept anyway where the backward reads them.
     """
-    for write in joint.graph.find_nodes(op="call_function", target=aten.copy_.default):
-        written = write.args[0]
-        if isinstance(written, fx.Node) and written.op == "placeholder":
-            for reader in set(_readers(written)):
-                if "recompute" in reader.meta or (not marked_alone and isinstance(reader.meta.get("val"), Tensor)):
-                    reader.meta.update(SAVE)
+    for source in _written(joint, written):
+        for reader in _readers(source):
+            value = reader.meta.get("val")
+            # Where an operator has several results, the min-cut keeps them only if the operator itself cannot run again.
+            for node in (reader, *(reader.users if isinstance(value, (tuple, list)) else ())):
+                if "recompute" in node.meta or (not marked_alone and isinstance(value, (Tensor, tuple, list))):
+                    node.meta.update(SAVE)
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads the numbers of a node or of its views."""
+def copy_written(joint: fx.GraphModule, written: Collection[int], num_forward: int) -> None:
+    """Have the forward copy what it writes to later and the backward itself reads; everything reads the copy.
+
+    Operators of the forward that copy such an input are lost where Inductor takes them for ones that do nothing.
+
+    Args:
+        written: see `_written`.
+        num_forward: how many outputs of `joint` are the forward's.
+    """
+    results, copies = output_list(joint), _copies(joint)
+    later = {node for node in copies if node.meta.get("partitioner_tag") == "must_be_in_backward"}
+    forward = {*results[:num_forward], *copies - later, *filter(is_in_forward, joint.graph.nodes)}
+    for node in reversed(joint.graph.nodes):
+        if node in forward:
+            forward.update(node.all_input_nodes)
+    first = next(node for node in joint.graph.nodes if node.op != "placeholder")
+    for source in _written(joint, written):
+        in_backward = not _readers(source) <= forward or any(view in results[num_forward:] for view in _views(source))
+        if not in_backward or any(node.args[0] is source for node in later):
+            continue
+        with joint.graph.inserting_before(first):
+            copied = joint.graph.call_function(aten.clone.default, (source,))
+        for user in [user for user in source.users if user is not copied and user not in copies]:
+            user.replace_input_with(source, copied)
+        copied.meta = IN_FORWARD
+        for node in _views(copied):
+            target: Any = node.target
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            with torch.no_grad():  # what Inductor knows of their storages is right again
+                node.meta = {**node.meta, "val": target(*args, **kwargs)}
+
+
+def _copies(joint: fx.GraphModule) -> set[fx.Node]:
+    return set(joint.graph.find_nodes(op="call_function", target=aten.copy_.default))
+
+
+def _written(joint: fx.GraphModule, positions: Collection[int]) -> list[fx.Node]:
+    """The inputs that a graph writes to at its end, and those at `positions`, which are written from its results."""
+    inputs, targets = joint.graph.find_nodes(op="placeholder"), {node.args[0] for node in _copies(joint)}
+    return [node for i, node in enumerate(inputs) if i in positions or node in targets]
+
+
+def _views(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and its views, each after what it is a view of."""
+    yield node
     for user in node.users:
         views = isinstance(user.target, OpOverload) and (user.target.is_view or user.target is aten._unsafe_view.default)
         if views or user.target is operator.getitem:
-            yield from _readers(user)
-        elif user.op == "call_function" and user.target is not aten.copy_.default:
-            yield user
+            yield from _views(user)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """What reads the numbers of a node or of its views, and is no view."""
+    views = set(_views(node))
+    users = {user for view in views for user in view.users if user.op == "call_function"}
+    return {user for user in users - views if user.target is not aten.copy_.default}
 
 
 def _starts_a_region(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphopt
 
@@ -19,6 +20,22 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda buffer: buffer.view(-1, 1).t(),
     "detached": lambda buffer: buffer.detach(),
     "part": lambda buffer: torch.cat(buffer.split(16)[::-1]),
+}
+
+READS: dict[str, dict[str, Callable[[Tensor], Tensor]]] = {
+    "copies": {
+        "clone": torch.clone,
+        "to itself": lambda buffer: buffer.to(torch.float32, copy=True),
+        "padded": lambda buffer: nn.functional.pad(buffer, (0, 0)),
+        "of one": lambda buffer: torch.cat([buffer]),
+        "view": lambda buffer: buffer.t().clone(memory_format=torch.contiguous_format).t(),
+        "expanded": lambda buffer: buffer[:1].clone().expand(4, -1),
+    },
+    "several results": {
+        "max": lambda buffer: buffer.max(0, keepdim=True).values,
+        "std_mean": lambda buffer: torch.std_mean(buffer, 1, keepdim=True)[0],
+        "sort": lambda buffer: buffer.sort(1).values,
+    },
 }
 
 
@@ -62,3 +79,36 @@ def test_what_inductor_computes_again_by_itself() -> None:
     """torch's own partitioner finds the new numbers."""
     model, x = Shifted(FORMS["view"]), torch.randn(16, 32)
     assert_as_in_eager_mode(model, x, graphopt.optimize(model, (x,), passes=[]))
+
+
+class Scaled(nn.Module):
+    """Multiplies by what each of `forms` reads of a buffer, and changes the buffer at the end.
+
+    Compiled, the layers may be checkpointed; in eager mode that would read the buffer again, with its new numbers.
+    """
+
+    def __init__(self, forms: dict[str, Callable[[Tensor], Tensor]], checkpointed: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({form: nn.Linear(8, 8) for form in forms})
+        self.register_buffer("scale", torch.randn(4, 8))
+        self.forms, self.checkpointed = forms, checkpointed
+
+    def body(self, x: Tensor) -> Tensor:
+        return sum((torch.tanh(self.layers[k](x)) * form(self.scale)).sin() for k, form in self.forms.items())
+
+    def forward(self, x: Tensor) -> Tensor:
+        checkpointed = self.checkpointed and torch.compiler.is_compiling()
+        x = checkpoint(self.body, x, use_reentrant=False) if checkpointed else self.body(x)
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(0.3)
+        return x.sum()
+
+
+@pytest.mark.parametrize("kind", READS)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_what_the_backward_reads_of_a_buffer(kind: str, checkpointed: bool) -> None:
+    """Inductor removes operators that only copy, so that the backward would read the buffer itself."""
+    model, x = Scaled(READS[kind], checkpointed), torch.randn(4, 8)
+    opt = graphopt.optimize(model, (x,), passes=[])
+    assert_as_in_eager_mode(model, x, opt)
+    assert not any("could not be compiled" in note for note in opt.report.notes)
