@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt.capture import capture
@@ -48,6 +49,11 @@ def test_checks_of_factorisations_leave_a_model_one_graph(way: str) -> None:
     opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager", fullgraph=True)
     opt(x).backward()
     reference(x).backward()
+    with FlopCounterMode(display=False) as counter:
+        opt(x).backward()
+    assert counter.get_total_flops() == opt.report.step_flops
+    model.zero_grad()
+    opt(x).backward()
     assert 0 < len(opt.selected) < 4
     for name, parameter in reference.named_parameters():
         if name in opt.selected:
