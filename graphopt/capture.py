@@ -140,6 +140,8 @@ def _trace(
     with contextlib.ExitStack() as stack:
         try:
             export = compat.export_joint(stack, traced, tensors)
+        except CaptureError:
+            raise
         except (RuntimeError, TypeError) as error:
             if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
                 raise CaptureError(_NO_GRADIENT) from error

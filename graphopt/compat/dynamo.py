@@ -26,11 +26,30 @@ def compiled_by(call: Callable[..., Any], backend: Any, fullgraph: bool) -> Call
     Args:
         backend: called by Dynamo with each graph and its example inputs.
     """
+    if torch._dynamo.config.allow_rnn:
+        _retry_skipped()
     compile_: Any = torch.compile
     options: dict[str, Any] = {"backend": backend, "fullgraph": fullgraph, "options": {"guard_filter_fn": _needed}}
     if _isolates():
         options |= {"isolate_recompiles": True, "recompile_limit": COMPILATIONS}
     return compile_(call, **options)
+
+
+def _retry_skipped() -> None:
+    """Have Dynamo try again whatever functions it has given up on so far.
+
+    It skips a function for good where plain torch.compile meets a recurrent layer in it, whoever calls it later: the mark is the
+    code's, and all models of a class share their code. What it has compiled of it stays.
+    """
+    from torch._dynamo import convert_frame
+    from torch._dynamo.eval_frame import set_code_exec_strategy
+    from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+    with convert_frame.compile_lock:
+        for seen in list(convert_frame.input_codes.seen):
+            code = seen()
+            if code is not None:
+                set_code_exec_strategy(code, FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT))
 
 
 def with_own_code(call: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from graphopt.compat.descriptions import (
     describe_output,
     take_meshes_out,
 )
+from graphopt.compat.effects import take_tokens_out
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.handed_out import results_handed_out
 from graphopt.compat.once import messages_given_once
@@ -210,6 +211,7 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
                 "Remedy: compute a new tensor instead, or make the change under torch.no_grad() outside forward()."
             )
     take_meshes_out(joint.graph_module)
+    take_tokens_out(joint.graph_module)
     graph = joint.graph_module.graph
     output = graph.output_node()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

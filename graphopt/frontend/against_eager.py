@@ -9,8 +9,10 @@ order they are drawn. The step that is compared then draws with eager mode's ker
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +109,8 @@ def first_difference(
 class _Reseeded(compat.DispatchMode):
     """Seeds the generators before every draw, and has it fill tensors in the order of their indices, whatever their layout."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.generators = [torch.default_generator]
@@ -115,7 +119,9 @@ class _Reseeded(compat.DispatchMode):
                 torch.cuda.default_generators[i] for i in sorted({t.device.index or 0 for t in tensors if t.is_cuda})
             ]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not isinstance(func, compat.OpOverload):  # torch.cond and the like, whose branches draw, too
+            return func(*pytree.tree_map(self._around, args), **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         ordered = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a for a in args]
@@ -129,6 +135,18 @@ class _Reseeded(compat.DispatchMode):
             if isinstance(mine, Tensor):
                 mine.copy_(other)
         return result
+
+    def _around(self, argument: Any) -> Any:
+        """A function or graph that runs in this mode, which torch leaves for the operator that calls it."""
+        if not isinstance(argument, (types.FunctionType, nn.Module)):
+            return argument
+
+        @functools.wraps(argument)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return argument(*args, **kwargs)
+
+        return run
 
 
 @contextlib.contextmanager

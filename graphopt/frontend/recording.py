@@ -110,7 +110,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         batch_size = batch_size_of(inputs, batch_dims_of(inputs, batch_dim)) or 1
     except InputError:  # nested targets, packed positions
         batch_size = 1
-    joined = joined_graph(planned, returned, batch_size, f"it is {len(planned)} graphs, planned together: {reason}")
+    parts = "1 graph, planned alone" if len(planned) == 1 else f"{len(planned)} graphs, planned together"
+    joined = joined_graph(planned, returned, batch_size, f"it is {parts}: {reason}")
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     joined = replace(joined, parameters=tuple(sorted(joined.parameters, key=lambda p: order.get(p.name, len(order)))))
     if not joined.trainable:

@@ -222,7 +222,7 @@ class Running:
         key = (plan.key, differentiated)
         run = self._compiled.get(key)
         if run is None:
-            with TRACING:
+            with TRACING, self._settings:
                 run = self._compiled.put(key, self._under(plan, differentiated))
         return run
 

@@ -80,3 +80,32 @@ def test_a_step_that_fails_lets_its_batch_go() -> None:
     del bad
     gc.collect()
     assert gone() is None
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)[0].sum(1)
+        torch._dynamo.graph_break()
+        return self.head(hidden).square().mean()
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_torch_compile_of_a_recurrent_model_keeps_no_other_of_its_class_from_being_planned(compiled_first: bool) -> None:
+    def compile_another() -> None:
+        torch.compile(Recurrent(), backend="aot_eager")(x).backward()
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 6, 8)
+    if compiled_first:
+        compile_another()
+    opt = graphopt.optimize(Recurrent(), (x,), budget=0.7, backend="aot_eager")
+    if not compiled_first:
+        compile_another()
+    opt(x).backward()
+    assert opt.last_step is not None
+    assert opt.report.flops_ratio <= 0.7
+    assert not opt.report.notes

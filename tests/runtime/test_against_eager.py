@@ -251,3 +251,20 @@ def test_a_step_that_cannot_be_compiled_or_run_is_a_difference() -> None:
         assert message in texts[0]
         zoo.call(opt, inputs).backward()
         assert all(p.grad is not None for p in model.parameters())
+
+
+class Branches(nn.Module):
+    """Dropout in a branch, and an operator that AOTAutograd keeps in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.cond(x.sum() > 0, lambda z: nn.functional.dropout(self.one(z), 0.5), lambda z: self.other(z).relu(), (x,))
+        return torch.linalg.cholesky(self.head(z).t() @ self.head(z) + torch.eye(3)).sum()
+
+
+def test_higher_order_operators() -> None:
+    opt, texts = optimized(Branches(), (torch.rand(6, 8),), budget=0.75)
+    assert (texts, type(opt)) == ([], graphopt.OptimizedModule)

@@ -1,0 +1,121 @@
+"""Models with operators that AOTAutograd keeps in order by effect tokens."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import graphopt
+from graphopt.capture import capture
+
+
+class Factor(torch.autograd.Function):
+    """Its backward has an operator with an effect."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        (z,) = ctx.saved_tensors
+        return gradient * (torch.linalg.cholesky(z @ z.t() + torch.eye(len(z))) @ z)
+
+
+class Kernel(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.second = way, nn.Linear(4, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.second(torch.tanh(self.first(x)))
+        if self.way == "backward":
+            return Factor.apply(z)  # type: ignore[no-any-return]
+        kernel = z @ z.t() + torch.eye(len(x))
+        if self.way == "several":
+            return torch.linalg.inv(kernel).sum() + torch.linalg.cholesky(kernel).sum() + torch.linalg.solve(kernel, z).sum()
+        return torch.linalg.cholesky(kernel if self.way == "cholesky" else x[:1, :1] - kernel).sum()
+
+
+@pytest.mark.parametrize("way", ["cholesky", "several", "backward"])
+def test_checks_of_factorisations_leave_a_model_one_graph(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Kernel(way), torch.randn(6, 4)
+    reference = copy.deepcopy(model)
+    opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager", fullgraph=True)
+    opt(x).backward()
+    reference(x).backward()
+    with FlopCounterMode(display=False) as counter:
+        opt(x).backward()
+    assert counter.get_total_flops() == opt.report.step_flops
+    model.zero_grad()
+    opt(x).backward()
+    assert 0 < len(opt.selected) < 4
+    for name, parameter in reference.named_parameters():
+        if name in opt.selected:
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+def test_the_trained_step_still_checks() -> None:
+    model, x = Kernel("negative"), torch.randn(6, 4)
+    opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager")
+    with pytest.raises(torch.linalg.LinAlgError, match="positive-definite"):
+        opt(x)
+
+
+def test_what_is_computed_again_is_beside_such_operators() -> None:
+    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*layers)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers(x)
+            return self.layers(torch.linalg.cholesky(x @ x.t() + torch.eye(len(x))) @ x).square().mean()
+
+    model, x = Deep(), torch.randn(64, 32)
+    free = graphopt.analyze(model, (x,), backend="aot_eager").memory.peak_bytes
+    opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=int(0.7 * free)), backend="aot_eager")
+    assert "recompute" in str(opt.report)
+    opt(x).backward()
+
+
+def test_results_of_an_operator_with_an_effect_are_used() -> None:
+    from torch._higher_order_ops.effects import _register_effectful_op
+    from torch._library.effects import EffectType
+
+    @torch.library.custom_op("graphopt_test::counted", mutates_args=())
+    def counted(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @torch.library.custom_op("graphopt_test::counted_twice", mutates_args=())
+    def counted_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), 2 * x
+
+    counted.register_fake(torch.empty_like)
+    counted_twice.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = counted_twice(counted(x))
+            return (self.layer(one) * two).sum()
+
+    handles = [_register_effectful_op(f"graphopt_test::{name}", EffectType.ORDERED) for name in ("counted", "counted_twice")]
+    try:
+        graph = capture(Net(), (torch.randn(3, 4),))
+    finally:
+        for handle in handles:
+            handle.destroy()
+    called = {str(node.target) for node in graph.graph.nodes}
+    assert {"graphopt_test.counted.default", "graphopt_test.counted_twice.default"} <= called
+    assert [desc.kind for desc in graph.inputs] == ["parameter", "parameter", "input", "tangent"]
