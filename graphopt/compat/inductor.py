@@ -16,7 +16,7 @@ from graphopt.compat.recompute import SAVE, copy_written, is_in_forward, is_mark
 
 
 def partition(
-    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool, written: Collection[int] = ()
+    joint: fx.GraphModule, num_forward_outputs: int, static_inputs: Sequence[int], inductor: bool, written: Collection[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Split a joint graph into forward and backward graphs; `inductor` also runs its joint passes and min-cut.
 

@@ -41,7 +41,9 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
     tangents = tangent_results(graph)
     static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
     num_forward = sum(kind in ("mutation", "output", "base") for kind in kinds)
-    forward, backward = partition(graph.module, num_forward, static, inductor)
+    targets = [desc.target for desc in graph.outputs if desc.kind == "mutation"]
+    written = {i for i, desc in enumerate(graph.inputs) if desc in targets}
+    forward, backward = partition(graph.module, num_forward, static, inductor, written)
     for half in (forward, backward):
         remove_dead_nodes(half)
     read = {node.name: tangents[node.name] for node in backward.graph.find_nodes(op="placeholder") if node.name in tangents}

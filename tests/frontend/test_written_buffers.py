@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphopt
+from graphopt.bench.peak import peak_of
 
 FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda buffer: buffer,
@@ -73,6 +74,23 @@ def test_segments_that_are_computed_again(form: str) -> None:
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=int(limit)), passes=["recompute"], backend="aot_eager")
     assert opt.plan.decisions["recompute"]
     assert_as_in_eager_mode(model, x, opt)
+
+
+def test_the_memory_of_segments_is_predicted() -> None:
+    model, x = Shifted(FORMS["view"]), torch.randn(1024, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    limit = 0.9 * graphopt.analyze(model, (x,), backend="aot_eager", optimizer=optimizer).memory.peak_bytes
+    budget = graphopt.Budget(memory=int(limit))
+    opt = graphopt.optimize(model, (x,), budget, passes=["recompute"], backend="aot_eager", optimizer=optimizer)
+
+    def step() -> None:
+        opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    held = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), x))
+    assert peak_of(step, "cpu", held) == pytest.approx(opt.report.plan.predicted["peak_bytes"], rel=0.01)
 
 
 def test_what_inductor_computes_again_by_itself() -> None:
