@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import math
 import operator
 from collections.abc import Mapping
@@ -27,13 +27,11 @@ from torch import Tensor, fx
 
 from graphopt.analysis.products import product
 from graphopt.compat import no_autocast
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, ancestors
 from graphopt.planner.product_times import ProductTimes, TimesFor
 
 if TYPE_CHECKING:
     from graphopt.passes.runlora.technique import RunLora
-
-logger = logging.getLogger(__name__)
 
 TOLERABLE = 0.1
 """Largest part of an adapter's contribution that rounding W + cAB may lose, for merged orders to be legal."""
@@ -201,12 +199,8 @@ def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[st
                 bits[value.device] = product_bits(value.device)
             if bits[value.device] == FLOAT32_BITS:
                 continue
-        try:
-            with no_autocast():  # the graph has casts of its own
-                errors[layer.name] = _merge_error(layer, known, bits.get(value.device, FLOAT32_BITS))
-        except Exception as error:  # planning never dies of a layer
-            logger.debug("%s is not merged: %s", layer.name, error)
-            errors[layer.name] = math.inf
+        with no_autocast():  # the graph has casts of its own
+            errors[layer.name] = _merge_error(layer, known, bits.get(value.device, FLOAT32_BITS))
     return errors
 
 
@@ -214,10 +208,14 @@ def _merge_error(layer: LoraLayer, known: Mapping[fx.Node, Any], bits: int) -> f
     """See `merge_errors`; in float32, products keep so many `bits` of fractions."""
     operands = product(layer.base)
     assert operands is not None
+    factors = [(adapter.first.args[1], adapter.second.args[1]) for adapter in layer.adapters]
+    read = ancestors(node for node in (operands[1], *itertools.chain(*factors)) if isinstance(node, fx.Node))
+    if any(node.op == "placeholder" and node not in known for node in read):  # the model's inputs, say
+        return math.inf
     weight = _evaluate(operands[1], known)
     change = torch.zeros_like(weight, dtype=torch.float32)
-    for adapter in layer.adapters:
-        a, b = (_evaluate(n, known) for n in (adapter.first.args[1], adapter.second.args[1]))
+    for adapter, pair in zip(layer.adapters, factors, strict=True):
+        a, b = (_evaluate(n, known) for n in pair)
         change += adapter.scale * (a.float() @ b.float())
     before, merged = weight.float(), (weight.float() + change).to(weight.dtype).float()
     if weight.dtype == torch.float32:
