@@ -11,6 +11,7 @@ from graphopt.passes import DeadRows, LinearCrossEntropy
 from torch import Tensor, nn
 
 import graphopt
+from tests.long_forms import long
 
 SAMPLES, ROWS, WIDTH, CLASSES = 4, 6, 16, 40
 
@@ -66,8 +67,13 @@ def step(model: Divided, **options: Any) -> graphopt.OptimizedModule:
     return opt
 
 
-@pytest.mark.parametrize("breaks", [(3,), (1, 3), ("loss",), (2, "loss")])
-@pytest.mark.parametrize("budget", [None, 0.5, 0.7])
+@pytest.mark.parametrize(
+    ("breaks", "budget"),
+    [
+        *(((3,), None), ((1, 3), 0.7), (("loss",), 0.5), ((2, "loss"), None), ((2, "loss"), 0.5)),
+        *long(((3,), 0.5), ((3,), 0.7), ((1, 3), None), ((1, 3), 0.5), (("loss",), None), (("loss",), 0.7), ((2, "loss"), 0.7)),
+    ],
+)
 def test_the_flops_of_a_plan_are_those_of_the_graphs_that_run(breaks: tuple[int | str, ...], budget: float | None) -> None:
     model = Divided(*breaks)
     planned = graphopt.optimize(copy.deepcopy(model), batch(), budget, backend="aot_eager").report.flops_ratio

@@ -35,6 +35,7 @@ from graphopt.testing import check_pass, check_passes
 from graphopt.transforms.edit import insert_node
 from tests import zoo
 from tests.forked import ended
+from tests.long_forms import long
 from tests.properties.random_models import Network, networks
 from tests.runtime.comparing import same
 from tests.runtime.uneven import batches
@@ -230,7 +231,7 @@ def train(opt: graphopt.OptimizedModule, optimizer: torch.optim.Optimizer, data:
         opt.controller.after_step(batch)
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert"])
+@pytest.mark.parametrize("name", ["mlp", *long("bert")])
 def test_it_keeps_its_contract(name: str) -> None:
     check_pass(Rounding(), *zoo.make(name, 4))
 

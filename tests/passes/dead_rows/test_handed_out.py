@@ -20,19 +20,19 @@ Collect = Callable[[Any], Callable[[], list[Tensor]]]
 
 def into_a_list(model: Any) -> Callable[[], list[Tensor]]:
     kept: list[Tensor] = []
-    model.blocks[1].register_forward_hook(lambda _, __, output: kept.append(output))
+    model.blocks[0].register_forward_hook(lambda _, __, output: kept.append(output))
     return lambda: kept
 
 
 def copies_into_a_dict(model: Any) -> Callable[[], list[Tensor]]:
     kept: dict[str, Tensor] = {}
-    model.blocks[1].up.register_forward_hook(lambda _, __, output: kept.update(up=output.detach().clone()))
+    model.blocks[0].up.register_forward_hook(lambda _, __, output: kept.update(up=output.detach().clone()))
     return lambda: [*kept.values()]
 
 
 def into_an_attribute(model: Any) -> Callable[[], list[Tensor]]:
-    model.blocks[1].register_forward_hook(lambda module, _, output: setattr(module, "seen", output))
-    return lambda: [model.blocks[1].seen]
+    model.blocks[0].register_forward_hook(lambda module, _, output: setattr(module, "seen", output))
+    return lambda: [model.blocks[0].seen]
 
 
 def into_a_variable(model: Any) -> Callable[[], list[Tensor]]:
@@ -42,13 +42,13 @@ def into_a_variable(model: Any) -> Callable[[], list[Tensor]]:
         nonlocal seen
         seen = output.detach() * 2
 
-    model.blocks[1].register_forward_hook(keep)
+    model.blocks[0].register_forward_hook(keep)
     return lambda: [seen]
 
 
 def into_a_queue(model: Any) -> Callable[[], list[Tensor]]:
     kept: deque[Tensor] = deque(maxlen=1)
-    model.blocks[1].register_forward_hook(lambda _, __, output: kept.append(output.mean(-1)))
+    model.blocks[0].register_forward_hook(lambda _, __, output: kept.append(output.mean(-1)))
     return lambda: list(kept)
 
 

@@ -15,7 +15,7 @@ from graphopt import Budget, PassError
 from graphopt.capture import capture
 from graphopt.testing import PassCheck, check_pass, check_passes
 from tests.long_forms import long
-from tests.passes.dead_rows.test_technique import WIDTH, Block
+from tests.passes.dead_rows.test_technique import WIDTH, stack
 from tests.passes.test_composition import PASSES
 
 IGNORED = -100
@@ -25,9 +25,9 @@ CLASSES = 20
 class LanguageModel(nn.Module):
     """Blocks and a head; returns the loss of the next token, and the logits if asked."""
 
-    def __init__(self, logits: bool = False, **options: Any) -> None:
+    def __init__(self, logits: bool = False, blocks: int = 1, **options: Any) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Block(causal=True), Block(causal=True))
+        self.blocks = stack(blocks, causal=True)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
         self.logits, self.options = logits, options
 
@@ -54,7 +54,6 @@ def checked(model: nn.Module, batch: tuple[Tensor, ...], labelled: float = 0.5) 
 
 
 OPTIONS: list[dict[str, Any]] = [
-    {},
     {"reduction": "sum"},
     {"ignore_index": 7},
     {"weight": torch.linspace(0.5, 2, CLASSES, dtype=torch.float64)},
@@ -63,7 +62,14 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(
-    ("samples", "options"), [*((3, o) for o in OPTIONS), (1, {}), *long(*((1, o) for o in OPTIONS[1:]))], ids=str
+    ("samples", "options"),
+    [
+        (3, {"blocks": 2}),
+        *((3, {"blocks": 0, **options}) for options in OPTIONS),
+        (1, {}),
+        *long(*((1, options) for options in OPTIONS)),
+    ],
+    ids=str,
 )
 def test_a_loss_that_ignores_labels(samples: int, options: dict[str, Any]) -> None:
     class Weighted(LanguageModel):
@@ -83,7 +89,7 @@ def test_other_losses(options: dict[str, Any]) -> None:
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return super().forward(x, labels).mean()
 
-    checked(Mean(**options), prompts())
+    checked(Mean(blocks=0, **options), prompts())
 
 
 @pytest.mark.parametrize(("labelled", "losses"), [(1, 3), (4, 2)])
@@ -107,7 +113,7 @@ def test_several_losses(labelled: int, losses: int) -> None:
 
 def test_no_place_is_left_for_a_label_in_the_wrong_batch() -> None:
     with pytest.raises(RuntimeError, match="a sample has more than 4 rows whose label counts"):
-        checked(LanguageModel(), prompts(labelled=7))
+        checked(LanguageModel(blocks=0), prompts(labelled=7))
     with pytest.raises(PassError, match="labelled=0 is no part of the rows"):
         DeadRows(0)
 
@@ -134,7 +140,7 @@ def test_batches_with_more_labels_are_computed_in_full() -> None:
 
 
 def test_labels_by_name_in_another_order_or_by_place_and_other_sizes() -> None:
-    model = LanguageModel()
+    model = LanguageModel(blocks=0)
     x, labels = prompts()
     opt = graphopt.optimize(copy.deepcopy(model), {"x": x, "labels": labels}, backend="aot_eager")
     for samples, rows in ((3, 8), (5, 8), (2, 16), (1, 4)):
@@ -154,7 +160,7 @@ def test_labels_that_are_made_otherwise_than_in_the_example() -> None:
 
     class Made(LanguageModel):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(blocks=0)
             self.first = nn.BatchNorm1d(WIDTH)
 
         def forward(self, x: Tensor, labels: Tensor, masked: bool = True) -> Any:
@@ -183,7 +189,7 @@ def test_a_step_that_begins_again_writes_statistics_once() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.words, self.norm = nn.Embedding(50, 32), nn.BatchNorm1d(32)
-            self.head = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 50))
+            self.head = nn.Linear(32, 50)
 
         def forward(self, words: Tensor, labels: Tensor, masked: bool = True) -> Tensor:
             labels = labels if masked else words
@@ -219,7 +225,7 @@ def test_logits_that_are_differentiated_after_all(labelled: int) -> None:
 
 
 def test_where_more_may_not_be_computed_than_planned_nothing_is_left_out() -> None:
-    model, batch = LanguageModel(), prompts()
+    model, batch = LanguageModel(blocks=0), prompts()
     for budget in (Budget(memory="1GiB"), Budget(variance=0.1)):
         opt = graphopt.optimize(copy.deepcopy(model), batch, budget, backend="aot_eager")
         assert "dead_rows" not in opt.plan.decisions
@@ -263,16 +269,16 @@ def masked_model(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     """A tiny masked or causal language model, and a batch."""
     import transformers
 
-    common = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    common = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
     common |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
     attention = {"num_key_value_heads": 2, "head_dim": 8}
     own = {
         "Qwen3ForCausalLM": common | attention,
         "Gemma2ForCausalLM": common | attention,
-        "DistilBertForMaskedLM": {"dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "vocab_size": 50},
-        "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 50},
+        "DistilBertForMaskedLM": {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "vocab_size": 50},
+        "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50},
         "T5ForConditionalGeneration": {
-            "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 50, "decoder_start_token_id": 0,
+            "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 50, "decoder_start_token_id": 0,
         },
     }  # fmt: skip
     torch.manual_seed(0)

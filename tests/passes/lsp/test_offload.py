@@ -29,11 +29,11 @@ from tests.long_forms import long
 
 
 class Deep(nn.Module):
-    """Eight layers, the last of which is too small to be compressed."""
+    """Layers, the last of which is too small to be compressed."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
         self.head = nn.Linear(8, 2)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -47,9 +47,9 @@ def batch(i: int) -> tuple[Tensor, Tensor]:
     return torch.randn(6, 8, generator=generator), torch.randint(2, (6,), generator=generator)
 
 
-def made(schedule: str, backend: Any = "aot_eager", **options: Any) -> tuple[nn.Module, Any, Any]:
+def made(schedule: str, backend: Any = "aot_eager", depth: int = 4, **options: Any) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
-    model = Deep()
+    model = Deep(depth)
     rewrite = Lsp(subspace=4, nonzeros=2, criterion="flops", schedule=schedule, check_every=5, iterations=2, **options)
     opt = graphopt.optimize(model, batch(0), passes=[rewrite], backend=backend)
     return model, opt, opt.make_optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -131,14 +131,14 @@ def test_checks_and_steps_follow_the_sequential_schedule(expected: dict[int, dic
 def test_under_inductor_nothing_is_dropped_or_reordered() -> None:
     losses, orders = [], []
     for schedule in ("sequential", "layerwise"):
-        model, opt, optimizer = made(schedule, "inductor")
+        model, opt, optimizer = made(schedule, "inductor", depth=2)
         if optimizer.offload is not None:
             produced = optimizer.offload.produced
             optimizer.offload.produced = lambda name, g, produced=produced: (orders.append(name), produced(name, g))
         train(opt, optimizer, range(4))
         losses.append(float(opt(*batch(9))))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # products of other layouts round otherwise
-    names = [f"layers.{i}.weight" for i in range(7)][::-1]
+    names = [f"layers.{i}.weight" for i in range(2)][::-1]
     assert orders == names * 3  # the first step checks
 
 
@@ -150,15 +150,15 @@ def test_a_weight_waits_for_its_own_update_alone() -> None:
     optimizer.offload._apply = lambda name, *rest: (seen.append(name), apply(name, *rest))
     assert set(optimizer.offload.pending) == set(opt.states["lsp"].weights)
     blocked = threading.Event()
-    last = "layers.6.weight"
+    last = "layers.3.weight"
     waiting = optimizer.offload.pending[last]
     late: Future[Any] = Future()
     optimizer.offload.pending[last] = dataclasses.replace(waiting, sent=late)
     thread = threading.Thread(target=lambda: (opt(*batch(2)), blocked.set()))
     thread.start()
-    while len(seen) < 6:
+    while len(seen) < 3:
         time.sleep(0.001)
-    assert seen == [f"layers.{i}.weight" for i in range(6)]
+    assert seen == [f"layers.{i}.weight" for i in range(3)]
     assert not blocked.is_set()
     late.set_result(waiting.sent.result())
     thread.join(10)
@@ -195,8 +195,8 @@ def test_modules_inside_wait_too_and_copies_and_pickles_are_free_of_hooks(expect
     assert all(torch.equal(v, expected[1]["layers." + k]) for k, v in state.items())
     train(opt, optimizer, range(2, 3))
     x = batch(5)[0]
-    wanted = nn.functional.linear(x, expected[2]["layers.3.weight"], expected[2]["layers.3.bias"])
-    assert torch.equal(model.layers[3](x), wanted)  # type: ignore[index]
+    wanted = nn.functional.linear(x, expected[2]["layers.2.weight"], expected[2]["layers.2.bias"])
+    assert torch.equal(model.layers[2](x), wanted)  # type: ignore[index]
     assert same(pickle.loads(pickle.dumps(model)), expected[2])
     assert same(copy.deepcopy(model), expected[2])
 
@@ -257,7 +257,7 @@ def test_two_optimizers_share_the_weights(schedule: str) -> None:
     del _
     gc.collect()
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    halves = [opt.make_optimizer(torch.optim.AdamW, half, lr=1e-2) for half in (matrices[:3], matrices[3:])]
+    halves = [opt.make_optimizer(torch.optim.AdamW, half, lr=1e-2) for half in (matrices[:2], matrices[2:])]
     whole, other, one = made("sequential")
     one = other.make_optimizer(torch.optim.AdamW, [p for p in whole.parameters() if p.dim() == 2], lr=1e-2)
     for i in range(7):
@@ -353,12 +353,12 @@ def test_a_worker_that_fails_says_so_in_step_and_nothing_is_half_applied() -> No
     update = optimizer.offload.update
 
     def failing(name: str, gradient: Tensor) -> Any:
-        if name == "layers.3.weight":
+        if name == "layers.2.weight":
             raise MemoryError("no room")
         return update(name, gradient)
 
     optimizer.offload.update = failing
-    with pytest.raises(GraphoptError, match=r"layers\.3\.weight on the host failed, and no weight was changed: no room"):
+    with pytest.raises(GraphoptError, match=r"layers\.2\.weight on the host failed, and no weight was changed: no room"):
         train(opt, optimizer, range(2, 3))
     assert same(model, before)
     assert all(torch.equal(m.first, moments[n].first) and m.step == moments[n].step for n, m in optimizer.moments.items())

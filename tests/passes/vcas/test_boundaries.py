@@ -35,8 +35,8 @@ BLOCKS = {
 @pytest.mark.parametrize(
     ("name", "dropout"),
     [  # an MLP and Llama have no dropout
-        *(("mlp", False), ("bert", False), ("bert", True), ("vit", True), ("llama", False), ("gpt2", True)),
-        *long(("vit", False), ("gpt2", False)),
+        *(("mlp", False), ("bert", True), ("llama", False), ("gpt2", True)),
+        *long(("bert", False), ("vit", True), ("vit", False), ("gpt2", False)),
     ],
 )
 def test_blocks_have_a_boundary_each(name: str, dropout: bool) -> None:

@@ -63,14 +63,15 @@ def batch(size: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 5), torch.arange(size) % 3
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 11])
+@pytest.mark.parametrize("size", [2, 3, 8, *long(5, 11)])
 def test_independent_samples_are_not_accused(size: int) -> None:
     assert reason(Net(), batch(size)) == ""
 
 
 @pytest.mark.parametrize("name", ["bert", "llama", *long("t5-tied", "vit", "gpt2", "lora")])
 def test_models_are_not_accused(name: str) -> None:
-    assert reason(*zoo.make(name, 6, torch.float64 if name == "llama" else torch.float32, dropout=True)) == ""
+    dtype, options = torch.float64 if name == "llama" else torch.float32, {"layers": 1} if name == "bert" else {}
+    assert reason(*zoo.make(name, 6, dtype, dropout=True, **options)) == ""
 
 
 def test_samples_that_are_not_together_are_refused() -> None:
@@ -79,13 +80,14 @@ def test_samples_that_are_not_together_are_refused() -> None:
 
 
 def test_autocast_is_no_reason() -> None:
-    model, inputs = zoo.make("bert", 6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert reason(model, inputs) == ""
+        assert reason(Net(), batch()) == ""
 
 
-@pytest.mark.parametrize("mix", [roll, gated], ids=["plain", "a gate of zero"])
-@pytest.mark.parametrize("rows", ["random", "equal", "weightless"])
+@pytest.mark.parametrize(
+    ("mix", "rows"),
+    [(roll, "random"), (gated, "random"), (gated, "equal"), (gated, "weightless"), *long((roll, "equal"), (roll, "weightless"))],
+)
 def test_an_operator_that_is_not_separable_is_found_in_any_batch(mix: Mix, rows: str) -> None:
     x, y = batch()
     inputs: tuple[Tensor, ...] = (x, y)
