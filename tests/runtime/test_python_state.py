@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import graphopt
 from tests import zoo
+from tests.long_forms import long
 from tests.messages import warnings_of
 
 SHIFT = {"tensor": torch.zeros(3)}
@@ -312,7 +313,7 @@ class Listing(Layers):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("budget", [None, 0.8])
+@pytest.mark.parametrize("budget", [0.8, *long(None)])
 @pytest.mark.parametrize("kind", [Averaging, AveragingInBuffer, InPlace, Resizing, Listing])
 def test_tensors_and_lists_that_forward_changes(kind: type[Layers], budget: float | None) -> None:
     """Whatever it changes, and however: in place, or by putting another one there."""
