@@ -208,8 +208,8 @@ def test_the_trainer_trains_by_what_is_named_loss(tmp_path: Path, broken: bool) 
 def test_the_trainer_does_as_before_where_the_loss_is_computed_elsewhere(tmp_path: Path) -> None:
     for options in ({"label_smoothing_factor": 0.1}, {}):
         callback = runs.callback()
-        model = runs.classifier()
-        trainer = runs.trainer(model, runs.points(8), tmp_path, [callback], **options)
+        model = runs.bert()
+        trainer = runs.trainer(model, runs.sentences(8), tmp_path, [callback], **options)
         if not options:
             model.register_forward_hook(lambda _, __, output: output["logits"].shape and None)
         trainer.train()
