@@ -108,13 +108,13 @@ def test_inputs_that_require_a_gradient_get_it() -> None:
     torch.testing.assert_close(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_models(dtype: torch.dtype) -> None:
-    model, inputs = zoo.make("llama", 4, dtype)
-    reference, _ = zoo.make("llama", 4, dtype)
+@pytest.mark.parametrize(("name", "dtype"), [("llama", torch.bfloat16), ("mlp", torch.float16), *long(("llama", torch.float16))])
+def test_half_precision_models(name: str, dtype: torch.dtype) -> None:
+    model, inputs = zoo.make(name, 4, dtype)
+    reference, _ = zoo.make(name, 4, dtype)
     opt = graphopt.optimize(model, inputs, budget=0.6, backend="aot_eager")
-    zoo.call(opt, inputs).loss.backward()
-    zoo.call(reference, inputs).loss.backward()
+    zoo.loss_of(zoo.call(opt, inputs)).backward()
+    zoo.loss_of(zoo.call(reference, inputs)).backward()
     expected = dict(reference.named_parameters())
     for name in opt.selected:
         gradient = dict(model.named_parameters())[name].grad

@@ -213,15 +213,15 @@ def make(
 
 
 @functools.cache
-def captured(name: str, batch: int = 4, dtype: torch.dtype = torch.float32) -> TrainingGraph:
-    """The graph of `make(name, batch, dtype)`, traced once per process: nothing may change it."""
-    model, inputs = make(name, batch, dtype)
+def captured(name: str, batch: int = 4, dtype: torch.dtype = torch.float32, **options: int) -> TrainingGraph:
+    """The graph of `make(name, batch, dtype, **options)`, traced once per process: nothing may change it."""
+    model, inputs = make(name, batch, dtype, **options)
     return capture_to_run(model, *as_call(inputs))
 
 
-def in_both_precisions(name: str, batch: int = 4) -> dict[torch.dtype, TrainingGraph]:
+def in_both_precisions(name: str, batch: int = 4, **options: int) -> dict[torch.dtype, TrainingGraph]:
     """For `check_pass(captured=...)`."""
-    return {dtype: captured(name, batch, dtype) for dtype in (torch.float64, torch.float32)}
+    return {dtype: captured(name, batch, dtype, **options) for dtype in (torch.float64, torch.float32)}
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

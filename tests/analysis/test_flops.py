@@ -62,11 +62,11 @@ def test_cost_of_nothing_everything_and_nonsense() -> None:
 
 @functools.cache
 def bert_graph() -> TrainingGraph:
-    model, inputs = zoo.make("bert", 4)
+    model, inputs = zoo.make("bert", 4, layers=1)
     return capture(model, (), inputs)
 
 
-@given(st.sets(st.integers(0, 40), min_size=1))
+@given(st.sets(st.integers(0, 24), min_size=1))
 @settings(deadline=None, max_examples=12)
 def test_cost_of_a_selection_is_the_flops_of_the_cut_graph(chosen: set[int]) -> None:
     graph = bert_graph()

@@ -21,6 +21,7 @@ from tests.frontend.stepping import (
     generated,
     plainly,
 )
+from tests.long_forms import long
 from tests.messages import warnings_of
 
 
@@ -96,7 +97,7 @@ def test_a_sample_without_a_batch() -> None:
 
 
 @BUDGETS
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 3, *long(2)])
 def test_a_permutation_given_as_an_argument(batch: int, budget: float | None) -> None:
     class Permuting(nn.Module):
         def __init__(self) -> None:

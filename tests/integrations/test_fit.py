@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import peft
 import pytest
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
@@ -19,12 +19,33 @@ from graphopt.integrations.fit import OVERHEAD, fit
 from graphopt.integrations.gpus import GPUS, gpu_bytes
 from graphopt.planner.product_times import ProductTimes
 from tests import zoo
-from tests.integrations.trainer_runs import SIZES, llama
+from tests.integrations.trainer_runs import llama
 
 
 def tokens(batch: int = 4) -> dict[str, Any]:
     ids = torch.randint(3, 50, (batch, 8))
     return {"input_ids": ids, "labels": ids}
+
+
+class Language(nn.Module):
+    """A model of language without attention; what fills its memory is what it is in others: logits, activations and weights."""
+
+    def __init__(self, vocabulary: int = 50) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(vocabulary, 16), nn.LayerNorm(16), nn.Linear(16, vocabulary, False)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = self.embed(input_ids)
+        hidden = hidden + self.down(nn.functional.silu(self.up(self.norm(hidden))))
+        logits = self.head(hidden)
+        following = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten()), "logits": logits}
+
+
+def language(vocabulary: int = 50) -> nn.Module:
+    torch.manual_seed(0)
+    return Language(vocabulary)
 
 
 def peak(model: nn.Module, optimizer: str = "adamw", inputs: Any = None) -> int:
@@ -52,21 +73,20 @@ def test_what_optimize_saves_comes_first_where_logits_are_large(monkeypatch: pyt
     monkeypatch.setattr("graphopt.integrations.fit._peft", lambda: None)  # adapters come last, and take long
     monkeypatch.setattr(ProductTimes, "peak", 1e12)  # on a busy machine, measured rates can make chunks too slow
     monkeypatch.setattr(ProductTimes, "bandwidth", 1e11)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 9000}))
+    model = language(9000)
     inputs = {name: ids.repeat(16, 4) for name, ids in tokens().items()}
     found = fit(model, inputs, OVERHEAD, backend="aot_eager")
     first = found.changes[0]
     assert first.what == "graphopt.optimize(model, batch, outputs='loss')"
     opt = graphopt.optimize(model, inputs, backend="aot_eager", outputs="loss")
-    opt(**inputs).loss.backward()
+    opt(**inputs)["loss"].backward()
     assert opt.last_step is not None
     step = step_memory(opt.last_step.graph, "aot_eager", "adamw")
     assert first.peak_bytes == pytest.approx(step.peak_bytes + OVERHEAD, rel=1e-6)  # but for a few numbers of sizes
 
 
 def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
-    model = llama()
+    model = language()
     before = {name: p.clone() for name, p in model.named_parameters()}
     small = graphopt.analyze(model, tokens(), backend="aot_eager").memory.at(1).peak_bytes + OVERHEAD
     found = fit(model, tokens(), small, backend="aot_eager", margin=0.0)
@@ -78,13 +98,20 @@ def test_every_change_is_what_a_step_of_the_changed_model_needs() -> None:
     assert changes["a batch of 1, with gradient accumulation"] == gathering > small
     assert "a batch of 1, with gradient accumulation" in str(found)
     assert changes["adamw8bit in the place of adamw"] == peak(model, "adamw8bit")
-    assert changes["weights in bfloat16"] == peak(llama().bfloat16())
-    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=16, target_modules="all-linear"))
+    assert changes["weights in bfloat16"] == peak(language().bfloat16())
     assert "LoRA of rank 16" not in changes  # as large as these weights
-    with warnings.catch_warnings(action="error", category=FutureWarning):
-        assert fit(model, tokens(), 10**12, backend="aot_eager", lora=16).peak_bytes == peak(adapted)
     assert all(torch.equal(p, before[name]) and p.requires_grad for name, p in model.named_parameters())
     assert all(change.fits == (change.peak_bytes <= small) for change in found.changes)
+
+
+@pytest.mark.parametrize(("made", "layers"), [(llama, "all-linear"), (language, ["up", "down", "head"])])
+def test_adapters_need_what_a_step_with_them_needs(made: Callable[[], nn.Module], layers: Any) -> None:
+    """Of a model of transformers PEFT finds the linear layers."""
+    model = made()
+    adapted = peft.get_peft_model(made(), peft.LoraConfig(r=16, target_modules=layers))
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        assert fit(model, tokens(), 10**12, backend="aot_eager", lora=16).peak_bytes == peak(adapted)
+    assert all(p.requires_grad for p in model.parameters())
 
 
 def test_checkpointing_needs_no_more_than_the_least_that_a_budget_can_meet() -> None:

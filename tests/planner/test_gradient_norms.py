@@ -16,9 +16,10 @@ from graphopt import ImportanceError
 from graphopt.calls import as_call
 from graphopt.planner.gradient_norms import gradient_norms
 from tests import zoo
+from tests.long_forms import long
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "bert", "llama"])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "bert", *long("llama")])
 def test_norms_are_those_of_eager_training(name: str) -> None:
     model, inputs = zoo.make(name, 4)
     twin = copy.deepcopy(model)

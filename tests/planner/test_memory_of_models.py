@@ -29,11 +29,11 @@ def _pair(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     pixels = torch.randn(SAMPLES, 3, 32, 32)
     if kind == "bart":
         bart = BartConfig(vocab_size=WORDS, d_model=32, max_position_embeddings=256, dropout=0.0,
-                          encoder_layers=2, encoder_attention_heads=2, encoder_ffn_dim=64,
-                          decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=64)  # fmt: skip
+                          encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=64,
+                          decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=64)  # fmt: skip
         return transformers.BartForConditionalGeneration(bart), {"input_ids": _ids(), "labels": _ids(32)}
     if kind == "t5":
-        t5 = T5Config(vocab_size=WORDS, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, dropout_rate=0.0,
+        t5 = T5Config(vocab_size=WORDS, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2, dropout_rate=0.0,
                       decoder_start_token_id=0)  # fmt: skip
         return transformers.T5ForConditionalGeneration(t5), {"input_ids": _ids(), "labels": _ids(32)}
     if kind == "clip":
