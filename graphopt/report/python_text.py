@@ -166,11 +166,12 @@ def _size(graph: TrainingGraph, value: Any) -> str:
 
 
 def _target_name(target: Any) -> str:
+    name = str(getattr(target, "__name__", target))
     if getattr(target, "__module__", "") == "_operator":
-        return f"operator.{target.__name__}"  # a node may be called as the function is
-    if getattr(torch, getattr(target, "__name__", ""), None) is target:
-        return f"torch.{target.__name__}"
-    return str(target) if hasattr(target, "overloadpacket") else getattr(target, "__name__", str(target))
+        return f"operator.{name}"  # a node may be called as the function is
+    if hasattr(target, "overloadpacket"):
+        return str(target)
+    return f"torch.{name}" if getattr(torch, name, None) is target else name
 
 
 def _argument(graph: TrainingGraph, value: Any, names: Mapping[fx.Node, str]) -> str:
