@@ -69,6 +69,20 @@ def layers() -> nn.Module:
     return Layers().double()
 
 
+class NormOfTwoRanks(nn.BatchNorm1d):
+    """Normalises the samples of each of two ranks by themselves, as the ranks do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([*map(super().forward, input.chunk(2))])
+
+
+def layers_of_two_ranks() -> nn.Module:
+    """The layers that one process computes on the joint batch as two ranks do on theirs."""
+    model = layers()
+    model.blocks[0].norm = NormOfTwoRanks(model.into.out_features).double()
+    return model
+
+
 def frozen() -> nn.Module:
     """Whose first layer and second block are not trained."""
     model = layers()
@@ -221,7 +235,8 @@ def two(rank: int, folder: str) -> dict[str, Any]:
     found["layers"], opt = of_model(rank, mesh, *LAYERS, graphopt.Budget(memory=1000))
     alone = [dist.new_group([r]) for r in range(2)]
     joint = tuple(torch.cat(of) for of in zip(rows(0), rows(1), strict=True))
-    found["one process"] = sorted(optimised(layers(), joint, 0.6, group=alone[rank]).selected)
+    one = optimised(layers_of_two_ranks(), joint, 0.6, group=alone[rank])
+    found["importance"] = [(o.plan.importance.values, sorted(o.selected)) for o in (opt, one)]
     dispatched = sent(opt, rows(rank))
     found["sent"] = sorted(dispatched), sorted((c.kind, c.bytes) for c in opt.report.communication.collectives)
     found["sizes"] = [p.numel() for name, p in opt.named_parameters() if name in opt.selected]
