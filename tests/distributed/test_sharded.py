@@ -76,7 +76,13 @@ def test_the_backward_ends_where_nothing_is_trained(two: list[dict[str, Any]], n
 
 
 def test_the_selection_is_that_of_one_process_on_the_joint_batch(two: list[dict[str, Any]]) -> None:
-    assert two[0]["layers"]["selected"] == two[0]["one process"]
+    """Where that normalises each rank's samples by themselves: batch norm alone knows which rank a sample is on."""
+    for found in two:
+        for rule, (ours, wanted) in found["rated"].items():
+            for values, those_wanted in zip(ours[:2], wanted[:2], strict=True):
+                assert values == pytest.approx(those_wanted, rel=1e-10, abs=1e-13)
+            assert ours[2] == wanted[2]
+            assert bool(wanted[1]) == (rule == "steepness")
 
 
 def test_bytes_that_are_counted_are_dispatched(two: list[dict[str, Any]]) -> None:
@@ -95,12 +101,11 @@ def test_gradients_that_gather_before_they_are_averaged(two: list[dict[str, Any]
 
 
 def test_replicated_adapters_on_a_sharded_base(two: list[dict[str, Any]]) -> None:
-    def joint(seed: int = 0) -> dict[str, Tensor]:
-        ids = torch.cat([work_sharded.tokens(rank, seed)[0] for rank in range(2)])
-        return {"input_ids": ids, "labels": ids}
+    def joint(seed: int = 0) -> tuple[Tensor, ...]:
+        return tuple(map(torch.cat, zip(*(work_sharded.rows(rank, seed) for rank in range(2)), strict=True)))
 
     model = work_sharded.adapted()
-    model(**joint()).loss.backward()
+    model(*joint())[0].backward()
     wanted = work_sharded.gradients(model)
     for name, parameter in model.named_parameters():
         parameter.grad = None
@@ -121,19 +126,19 @@ def test_replicated_adapters_on_a_sharded_base(two: list[dict[str, Any]]) -> Non
         assert found["another mesh"].startswith("InputError: mesh has 1 ranks, and the sharded model is trained on 2")
         assert found["other adapters"].startswith(f"InputError: {selected[0]} is not the same on ranks 0 and 1")
     for losses in zip(*(found["replicated, curve"] for found in two), one, strict=True):
-        assert sum(losses[:2]) / 2 == pytest.approx(losses[2], rel=1e-6)  # in float32, as the model has it
+        assert sum(losses[:2]) / 2 == pytest.approx(losses[2], rel=1e-9)
 
 
 def test_freezing_and_selecting_anew(two: list[dict[str, Any]]) -> None:
     for found in two:
         wanted = found["layers"]["eager"][0][1]
         gradients, selected = found["frozen"]
-        left = {name: wanted[name] for name in selected if not name.startswith("blocks.3.")}
+        left = {name: wanted[name] for name in selected if not name.startswith("blocks.2.")}
         assert 0 < len(left) < len(selected)
         assert_same(gradients, left)
         gradients, selected, changed, _ = found["anew"]
         assert changed
-        assert not any(name.startswith("blocks.3.") for name in selected)
+        assert not any(name.startswith("blocks.2.") for name in selected)
         assert_same(gradients, {name: wanted[name] for name in selected})
 
 

@@ -47,10 +47,10 @@ class Block(nn.Module):
 class Layers(nn.Module):
     """Blocks between layers that are part of none; `unused` is read by nothing."""
 
-    def __init__(self, width: int = 7, depth: int = 4) -> None:
+    def __init__(self, width: int = 7, depth: int = 3, batch_norm: bool = True) -> None:
         super().__init__()
         self.into = nn.Linear(5, width)
-        self.blocks = nn.ModuleList(Block(width, norm=i == 0) for i in range(depth))
+        self.blocks = nn.ModuleList(Block(width, norm=batch_norm and i == 0) for i in range(depth))
         self.head = nn.Linear(width, 3)
         self.unused = nn.Parameter(torch.ones(3))
         self.calls = 0
@@ -67,6 +67,20 @@ class Layers(nn.Module):
 def layers() -> nn.Module:
     torch.manual_seed(0)
     return Layers().double()
+
+
+class NormOfTwoRanks(nn.BatchNorm1d):
+    """Normalises the samples of each of two ranks by themselves, as the ranks do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([*map(super().forward, input.chunk(2))])
+
+
+def layers_of_two_ranks() -> nn.Module:
+    """The layers that one process computes on the joint batch as two ranks do on theirs."""
+    model = layers()
+    model.blocks[0].norm = NormOfTwoRanks(model.into.out_features).double()
+    return model
 
 
 def frozen() -> nn.Module:
@@ -86,10 +100,10 @@ def llama() -> nn.Module:
 
 
 def adapted() -> nn.Module:
-    """With adapters of two of its layers; all else is frozen."""
+    """With adapters of two of its layers; all else is frozen, and no layer mixes samples."""
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(llama(), config).double()
+    config = peft.LoraConfig(r=2, target_modules=["up", "down"], init_lora_weights=False)
+    return peft.get_peft_model(Layers(depth=1, batch_norm=False), config).double()
 
 
 def rows(rank: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -105,7 +119,7 @@ def tokens(rank: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 Case = tuple[Callable[[], nn.Module], Callable[..., Any], float]
-LAYERS: Case = (layers, rows, 0.6)
+LAYERS: Case = (layers, rows, 0.45)
 FROZEN: Case = (frozen, rows, 0.75)
 LLAMA: Case = (llama, tokens, 0.7)
 
@@ -219,9 +233,7 @@ def two(rank: int, folder: str) -> dict[str, Any]:
     mesh, found = init_device_mesh("cpu", (2,)), {}
     found["llama"], _ = of_model(rank, mesh, *LLAMA)
     found["layers"], opt = of_model(rank, mesh, *LAYERS, graphopt.Budget(memory=1000))
-    alone = [dist.new_group([r]) for r in range(2)]
-    joint = tuple(torch.cat(of) for of in zip(rows(0), rows(1), strict=True))
-    found["one process"] = sorted(optimised(layers(), joint, 0.6, group=alone[rank]).selected)
+    found["rated"] = {rule: as_rated(rank, mesh, rule) for rule in ("steepness", "greentrainer")}
     dispatched = sent(opt, rows(rank))
     found["sent"] = sorted(dispatched), sorted((c.kind, c.bytes) for c in opt.report.communication.collectives)
     found["sizes"] = [p.numel() for name, p in opt.named_parameters() if name in opt.selected]
@@ -231,6 +243,16 @@ def two(rank: int, folder: str) -> dict[str, Any]:
     changes(rank, mesh, found)
     replicated(rank, mesh, found)
     return found
+
+
+def as_rated(rank: int, mesh: Any, rule: Any) -> list[tuple[dict[str, float], dict[str, float], list[str]]]:
+    """Importance, norms of gradients and the selection: of sharded layers, and of one process on the joint batch."""
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    joint = tuple(torch.cat(of) for of in zip(rows(0), rows(1), strict=True))
+    ways: Any = (sharded(layers(), mesh), rows(rank), {}), (layers_of_two_ranks(), joint, {"group": alone})
+    passes = [GreenTrainer(rule=rule)]
+    opts = [optimised(model, batch, LAYERS[2], passes=passes, optimizer=adamw(model), **own) for model, batch, own in ways]
+    return [(opt.plan.importance.values, opt.plan.importance.norms, sorted(opt.selected)) for opt in opts]
 
 
 def sent(opt: Any, batch: Any) -> list[tuple[str, int]]:
@@ -252,18 +274,13 @@ def accumulated(rank: int, run: Any) -> dict[str, Tensor]:
     return gradients(run)
 
 
-def labelled(rank: int, seed: int = 0) -> dict[str, Tensor]:
-    ids = tokens(rank, seed)[0]
-    return {"input_ids": ids, "labels": ids}
-
-
-def adapted_curve(run: nn.Module, batch: Callable[[int], dict[str, Tensor]]) -> list[float]:
+def adapted_curve(run: nn.Module, batch: Callable[[int], tuple[Tensor, ...]]) -> list[float]:
     """Losses of some steps of two batches each, the first of which is not averaged by itself."""
     optimizer, losses = adamw(run), []
     for seed in range(4):
         if isinstance(run, FSDPModule):
             run.set_requires_gradient_sync(seed % 2 == 1)
-        loss = run(**batch(seed)).loss
+        loss = run(*batch(seed))[0]
         loss.backward()
         if seed % 2:
             optimizer.step()
@@ -278,21 +295,21 @@ def replicated(rank: int, mesh: Any, found: dict[str, Any]) -> None:
     def model() -> nn.Module:
         made = adapted()
         whole_on_all = {p for p in made.parameters() if p.requires_grad}
-        for block in made.base_model.model.model.layers:
+        for block in made.base_model.model.blocks:
             fully_shard(block, mesh=mesh, ignored_params=whole_on_all)
         fully_shard(made, mesh=mesh, ignored_params=whole_on_all)
         return made
 
-    batch = functools.partial(labelled, rank)
+    batch = functools.partial(rows, rank)
     opt = optimised(model(), batch(), 0.9, mesh=mesh)
     for _ in range(2):
-        opt(**batch()).loss.backward()
+        opt(*batch())[0].backward()
     found["replicated"] = gradients(opt), sorted(opt.selected), opt.report.sections["distribute"], opt.model_runs
     found["replicated, sent"] = [(c.kind, c.bytes) for c in opt.report.communication.collectives]
     opt.zero_grad()
     found["replicated, curve"] = adapted_curve(opt, batch)
     eager = optimised(model(), batch(), passes=[])  # without a mesh
-    eager(**batch()).loss.backward()
+    eager(*batch())[0].backward()
     found["own"] = gradients(eager), eager.report.notes
     half = init_device_mesh("cpu", (2, 1), mesh_dim_names=("here", "there"))["there"]
     found["another mesh"] = error_of(lambda: optimised(model(), batch(), mesh=half))
@@ -307,7 +324,7 @@ def changes(rank: int, mesh: Any, found: dict[str, Any]) -> None:
     model, batch = sharded(layers(), mesh), rows(rank)
     opt = optimised(model, batch, 0.6, passes=[GreenTrainer(rule="greentrainer")], optimizer=adamw(model))
     step(opt, model, batch)
-    model.blocks[3].requires_grad_(False)
+    model.blocks[-1].requires_grad_(False)
     found["frozen"] = step(opt, model, batch)[1], sorted(opt.selected)
     changed = opt.reselect(batch)
     found["anew"] = step(opt, model, batch)[1], sorted(opt.selected), changed.changed, opt.report.notes
@@ -334,7 +351,7 @@ def three(rank: int, folder: str) -> dict[str, Any]:
     """Rows that three ranks cannot divide; and what two ranks have saved."""
     mesh = init_device_mesh("cpu", (3,))
     found: dict[str, Any] = {"frozen": of_model(rank, mesh, *FROZEN)[0]}
-    opt = optimised(sharded(layers(), mesh), rows(rank), 0.6)
+    opt = optimised(sharded(layers(), mesh), rows(rank), LAYERS[2])
     opt.load_state(Path(folder) / "plan")
     optimizer = torch.optim.AdamW([p for n, p in opt.named_parameters() if opt.selects_tensor(n)], lr=0.02)
     own, states = get_state_dict(opt, optimizer)
