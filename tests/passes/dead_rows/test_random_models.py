@@ -92,15 +92,16 @@ def test_gradients_of_random_chains_are_exact(layers: list[str], pick: str) -> N
     check_pass(rewrite, model, (x,), everything, dtypes=(torch.float64,))
 
 
-@given(layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4), pick=st.sampled_from(PICKS[:5]))
-@example(layers=["attention", "transposed", "permuted"], pick="two")
-@example(layers=["table", "mixture", "heads", "residual"], pick="first")
+@given(layers=st.lists(st.sampled_from(LAYERS), min_size=1, max_size=4), pick=st.sampled_from(PICKS[:5]), at_once=st.booleans())
+@example(layers=["attention", "transposed", "permuted"], pick="two", at_once=False)
+@example(layers=["table", "mixture", "heads", "residual"], pick="first", at_once=True)
 @settings(max_examples=3)
-def test_gradients_are_exact_whatever_the_length(layers: list[str], pick: str) -> None:
-    """The second length is a symbol of the compiled step, and so is the second number of samples."""
+def test_gradients_are_exact_whatever_the_length(layers: list[str], pick: str, at_once: bool) -> None:
+    """The second length is a symbol of the compiled step, and so is the second number of samples, later or `at_once`."""
     torch.manual_seed(len(layers))
     model = Chain(layers, pick).double()
-    shapes = [(SAMPLES, ROWS), (SAMPLES, MOST_ROWS), (SAMPLES, 3), (3, 4), (4, ROWS)]
+    lengths, both = [(SAMPLES, MOST_ROWS), (SAMPLES, 3)], [(3, 4), (4, ROWS)]
+    shapes = [(SAMPLES, ROWS), *(both + lengths if at_once else lengths + both)]
     batches = [torch.randn(*shape, WIDTH, dtype=torch.float64) for shape in shapes]
     opt = graphopt.optimize(model, (batches[0],), passes=["dead_rows"], backend="aot_eager")
     for x in batches:
