@@ -102,6 +102,11 @@ def require_supported_torch(version: str = torch.__version__) -> None:
         )
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How many times a tensor was changed; -1 if it was made in inference mode, and cannot be changed outside of it."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Say that a tensor's values are those that it had when it was changed `version` times."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

@@ -6,7 +6,6 @@ What cannot be rewritten is compiled as torch.compile would; tensors that are no
 from __future__ import annotations
 
 import functools
-import operator
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from torch import SymInt, Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
+from graphopt import compat
 from graphopt.compat import observed_by, wrap_backward
 from graphopt.compat.aot import compile_joint, compile_plainly, joint_graph, split_again
 from graphopt.compat.distributed import collective_of, is_distributed, is_of_another_rank
@@ -39,8 +39,6 @@ from graphopt.graph import ancestors
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.runtime.stages import stage
-
-_version_of = operator.attrgetter("_version")
 
 
 class Unsettled(Exception):
@@ -289,7 +287,7 @@ class _Regions:
             outputs = self._run(made, args, host)
             return _cut(made, outputs, args) if made.sources else outputs
         tensors = [args[i] for i in made.read]
-        versions = list(map(_version_of, tensors))
+        versions = list(map(compat.version_of, tensors))
         outputs = self._run(made, args, host)
         node = made.node_of(outputs, args)
         if made.sources:

@@ -129,6 +129,8 @@ class Running:
             self._watches = first or bool(self._positions)
         differentiated = self._differentiated
         output, positions = self._run(plan, differentiated, args, kwargs)
+        if before is not None:
+            before.keep_changed()
         if positions is None:
             raise LossNotFirst(NO_LOSS)
         if plan is not self._last[0] or self._ran != self._last[1] or not self._ran:
