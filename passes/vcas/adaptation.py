@@ -17,7 +17,8 @@ class Adaptation:
         step: of training.
         preserved: s.
         rows_variance, tokens_variance: V_act and V_w as parts of the mini-batch variance V_s, measured with the ratios
-            that it settled on before they were put in force.
+            that it settled on before they were put in force. NaN where the batches' gradients were equal or not finite, so
+            that there was nothing to compare with: the ratios stay as they were.
         rows, tokens: ratios in force from now on, by block and by weight.
         flops_ratio: FLOPs of a step with them, as a part of the exact step's.
         seconds: of the calibration.

@@ -212,7 +212,8 @@ class SamplingController(State):
             self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
         seen = self._adapt(step, batches)
         self._install(batch, step.batch_size)
-        terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
+        terms = sum(seen.tokens_variance.values())
+        terms = _part(terms, sum(seen.weight_variance.values())) if seen.tokens_variance else 0.0
         return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
 
     def snapshot(self) -> Any:
@@ -322,4 +323,5 @@ def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> b
 
 
 def _part(value: float, whole: float) -> float:
-    return value / whole if whole else math.nan
+    """Not a number where there is nothing to compare with; ratios then stay as they were."""
+    return value / whole if whole and math.isfinite(whole) else math.nan

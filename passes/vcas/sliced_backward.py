@@ -8,12 +8,12 @@ rows are put back among zeros.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from graphopt.passes.vcas.own_rows import elements_before, with_own_rows
 from torch import SymInt, Tensor, fx
 
 from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_batch, gradient_cone
@@ -79,7 +79,7 @@ class RowLevels:
         self.positions: dict[int, fx.Node] = {}
         self.sampled: dict[fx.Node, fx.Node] = {}
         self.original_args: dict[fx.Node, tuple[Any, ...]] = {}
-        self.gathered: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.gathered: dict[tuple[fx.Node, int, bool], fx.Node] = {}
         self.scattered: dict[tuple[fx.Node, int | None], fx.Node] = {}
 
     def apply(self, product: Callable[[RowLevels, fx.Node, int | None], None]) -> None:
@@ -112,6 +112,8 @@ class RowLevels:
         """Have a node run on the rows of its level, or on all of them, the others' gradients being zero, and take those."""
         self.original_args[node] = node.args
         everywhere = draws_by_place(node)
+        if level is not None and not everywhere:
+            node.args = with_own_rows(self.graph, node, self.value, lambda n: self._gather(n, level, node, again=True))
         node.args = self._inputs(node.args, None if everywhere else level, node)
         node.kwargs = self._inputs(node.kwargs, None if everywhere else level, node)
         if level is None or everywhere:
@@ -173,9 +175,7 @@ class RowLevels:
         return True
 
     def _before(self, node: fx.Node) -> int:
-        """Elements of the dimensions before that of the samples."""
-        shape = self.value[node].shape[: self.rows_of(node).dim]
-        return math.prod(self.graph.at(size, self.graph.batch_size) for size in shape)
+        return elements_before(self.graph, self.value[node])
 
     def rows_of(self, node: fx.Node) -> BatchDim:
         """Where the samples of a node's tensor are.
@@ -223,22 +223,22 @@ class RowLevels:
             return node if anchor.target in _ARITHMETIC else self.graph.at(value, self.count(level))
         return self._gather(node, level, anchor) if carries_batch(self.graph, value) else node
 
-    def _gather(self, node: fx.Node, level: int, anchor: fx.Node) -> fx.Node:
-        """A forward value on the rows of a level."""
-        key = (node, level)
+    def _gather(self, node: fx.Node, level: int, anchor: fx.Node, again: bool = False) -> fx.Node:
+        """A forward value on the rows of a level; `again`: as if those were the whole batch, which numbers of samples need."""
+        key = (node, level, again)
         if key not in self.gathered:
-            if node.target in _RUN_AGAIN:
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._again(n, level, anchor))
+            if again or node.target in _RUN_AGAIN:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self._again(n, level, anchor, again))
                 self.gathered[key] = self.emit(_of_any_layout(node.target), args, anchor, kwargs)
             else:
                 self.gathered[key] = self.take(node, self.rows_of(node), self.rows[level], anchor)
         return self.gathered[key]
 
-    def _again(self, node: fx.Node, level: int, anchor: fx.Node) -> Any:
+    def _again(self, node: fx.Node, level: int, anchor: fx.Node, again: bool) -> Any:
         value = self.value.get(node)
         if isinstance(value, SymInt):
             return self.graph.at(value, self.count(level))
-        return self._gather(node, level, anchor) if carries_batch(self.graph, value) else node
+        return self._gather(node, level, anchor, again) if carries_batch(self.graph, value) else node
 
     def _up(self, key: fx.Node, node: fx.Node, level: int | None, target: int | None, anchor: fx.Node) -> fx.Node:
         """A gradient on the rows of `level`, among zeros on those of `target` above it."""

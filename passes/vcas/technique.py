@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
 
 LEFT_OUT = "the selection keeps to the FLOPs by itself, and measuring variances would cost more of them"
 """Why "auto" does not sample rows where FLOPs are limited, although the budget allows some variance."""
+
+NOTHING_COMPARED = (
+    "the last calibration of the sampler found nothing to compare with: the gradients of its batches were equal or not finite; "
+    "its ratios stay as they are"
+)
 
 Ratios = tuple[tuple[str, float], ...]
 """(site, part of its rows kept) where that is less than all, sorted."""
@@ -202,7 +208,7 @@ class Vcas(Technique):
 
         Where a controller adapts them also the variance that each added when last measured, as a part of the mini-batch's
         ("rows_variance", "tokens_variance"), and the part of all FLOPs saved so far, calibrations paid for ("flops_saved",
-        "calibrations", "seconds").
+        "calibrations", "seconds"). A calibration that found nothing to compare with leaves them as measured before, with a note.
         """
         from graphopt.passes.vcas.controller import SamplingController
 
@@ -215,11 +221,17 @@ class Vcas(Technique):
             kind: {s.removeprefix(prefix): ratios.get(s, 1.0) for s in sites if s.startswith(prefix)}
             for kind, prefix in (("rows", ROWS), ("tokens", TOKENS))
         }
-        used = {}
+        used: dict[str, float] = {}
+        notes: tuple[str, ...] = ()
         if isinstance(state, SamplingController):
             facts |= state.facts()
+            kinds = ("rows_variance", "tokens_variance")
+            known = [a for a in state.history if all(math.isfinite(getattr(a, kind)) for kind in kinds)]
+            if known[-1:] != state.history[-1:]:  # the ratios are those that were measured before
+                notes = (NOTHING_COMPARED,)
+                facts |= {kind: getattr(known[-1], kind) if known else 0.0 for kind in kinds}
             used = {"variance": facts["rows_variance"] + facts["tokens_variance"]}
-        return Section(facts, tuple(_lines(facts)), approximation=f"gradients {self.preserves.value}", used=used)
+        return Section(facts, tuple(_lines(facts)), notes, approximation=f"gradients {self.preserves.value}", used=used)
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every boundary and every weight's product; none where the batch is not symbolic."""

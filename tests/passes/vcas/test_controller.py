@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from typing import Any
 
 import pytest
@@ -173,4 +175,47 @@ def test_a_sparse_gradient_is_measured() -> None:
     assert not opt.not_separable
     assert adaptation is not None
     assert adaptation.preserved < 1
+    assert opt.report.notes == []
+
+
+def test_batches_of_equal_gradients_leave_the_ratios_and_what_was_measured_with_a_note() -> None:
+    _, controller, opt = trained(0.5, 48)
+    assert controller is not None
+    before = opt.report
+    assert before.sections["vcas"]["rows_variance"] > 0
+    assert before.notes == []
+    (batch,) = batches(1)
+    for _ in range(4):
+        opt(*batch).backward()
+        adaptation = controller.after_step(batch)
+    assert adaptation is not None
+    assert math.isnan(adaptation.rows_variance)
+    assert not adaptation.changed
+    after = opt.report
+    for kind in ("rows", "tokens", "rows_variance", "tokens_variance"):
+        assert after.sections["vcas"][kind] == before.sections["vcas"][kind]
+    assert [note for note in after.notes if "nothing to compare with" in note]
+    json.dumps(after.to_dict(), allow_nan=False)
+    assert "nan" not in str(after)
+
+
+def test_where_no_weight_has_terms_to_leave_out_they_add_no_variance() -> None:
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Conv2d(3, 3, 3), nn.Flatten())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    torch.manual_seed(0)
+    data = [(torch.randn(8, 1, 8, 8),) for _ in range(2)]
+    budget = graphopt.Budget(variance=0.5)
+    opt = graphopt.optimize(Images(), data[0], budget=budget, passes=[Vcas(every=2)], backend="aot_eager")
+    for batch in data:
+        opt(*batch).backward()
+        adaptation = opt.controller.after_step(batch)
+    assert opt.report.sections["vcas"]["tokens"] == {}
+    assert adaptation is not None
+    assert adaptation.tokens_variance == 0
     assert opt.report.notes == []
