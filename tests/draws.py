@@ -30,7 +30,23 @@ class GroupNormNet(nn.Module):
         return nn.functional.cross_entropy(self.head(self.layers(x).flatten(1)), labels)
 
 
+class TokensFirst(nn.Module):
+    """A layer between others has tokens as its first dimension, as `nn.MultiheadAttention` always has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        hidden = self.inner(hidden.transpose(0, 1)).transpose(0, 1)
+        return self.head(torch.tanh(hidden)).square().mean()
+
+
 def made(name: str, batch: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Any]:
+    if name == "tokens first":
+        torch.manual_seed(0)
+        return TokensFirst().to(dtype), (torch.randn(batch, 2, 3, dtype=dtype),)
     if name != "group norm":
         return zoo.make(name, batch, dtype, **({"layers": 1} if name == "bert" else {}))
     torch.manual_seed(0)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import SymBool, SymFloat, SymInt, Tensor, fx
 
 from graphopt import compat
 from graphopt.compat import pytree
-from graphopt.graph import TrainingGraph, descendants
+from graphopt.graph import BATCH, TrainingGraph, descendants
 from graphopt.report.provenance import source_line
 
 WIDTH = 130
@@ -42,7 +42,7 @@ def readable(graph: TrainingGraph, sources: bool = False, decisions: Mapping[str
     lines.extend(_size_of_batch(graph, names))
     section, source = "", None
     for node in graph.graph.nodes:
-        if node.op in ("placeholder", "output") or isinstance(node.meta.get("val"), SymInt):
+        if node.op in ("placeholder", "output") or _size(graph, node.meta.get("val")):
             continue  # sizes are printed where they are used
         here = "backward" if node in backward else "forward"
         if here != section:
@@ -159,16 +159,24 @@ def _line(graph: TrainingGraph, node: fx.Node, names: Mapping[fx.Node, str]) -> 
     return f'{node.name}: "{_shape(graph, node.meta.get("val"))}" = {target}({", ".join(args)})'
 
 
+def _size(graph: TrainingGraph, value: Any) -> str:
+    """A size in terms of B; "" of other values, such as a number that is read off a tensor."""
+    formula = graph.formula(value) if isinstance(value, SymInt) else None
+    return "" if formula is None or formula.free_symbols - {BATCH} else str(formula)
+
+
 def _target_name(target: Any) -> str:
+    name = str(getattr(target, "__name__", target))
     if getattr(target, "__module__", "") == "_operator":
-        return f"operator.{target.__name__}"  # a node may be called as the function is
-    return str(target) if hasattr(target, "overloadpacket") else getattr(target, "__name__", str(target))
+        return f"operator.{name}"  # a node may be called as the function is
+    if hasattr(target, "overloadpacket"):
+        return str(target)
+    return f"torch.{name}" if getattr(torch, name, None) is target else name
 
 
 def _argument(graph: TrainingGraph, value: Any, names: Mapping[fx.Node, str]) -> str:
     if isinstance(value, fx.Node):
-        inner = value.meta.get("val")
-        return names[value] if isinstance(inner, (Tensor, tuple, list)) or inner is None else str(graph.formula(inner))
+        return _size(graph, value.meta.get("val")) or names[value]
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_argument(graph, v, names) for v in value) + "]"
     if isinstance(value, torch.device):
@@ -184,4 +192,5 @@ def _shape(graph: TrainingGraph, value: Any) -> str:
         return f"{kind}[{', '.join(str(graph.formula(s)) for s in value.shape)}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(_shape(graph, v) for v in pytree.tree_leaves(value)) + ")"
-    return "int" if value is not None else "None"
+    numbers = {SymInt: "int", SymFloat: "float", SymBool: "bool"}  # of which one that is read off a tensor has no value yet
+    return numbers.get(type(value), type(value).__name__) if value is not None else "None"

@@ -15,6 +15,9 @@ from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.specialise import concrete_inputs
 
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of what is read off sizes, or off tensors."""
+
 
 def verify(graph: TrainingGraph, before: TrainingGraph | None = None) -> None:
     """Check that `graph` is consistent: nodes in order, descriptors matching, and shapes and dtypes as recorded.
@@ -71,8 +74,8 @@ def _computed(graph: TrainingGraph, node: fx.Node, values: dict[fx.Node, Any]) -
 
 def _recorded(graph: TrainingGraph, value: Any) -> Any:
     """What a known node gives: an empty tensor, or a number that no shape depends on."""
-    if isinstance(value, torch.SymFloat):
-        return 1.0  # read off a tensor, which has no memory here
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
+        return 1.0 if isinstance(value, torch.SymFloat) else True  # read off a tensor, which has no memory here
     if isinstance(value, torch.SymInt):
         return graph.at(value, graph.batch_size)
     shape, strides = ([graph.at(s, graph.batch_size) for s in sizes] for sizes in (value.shape, value.stride()))
@@ -81,7 +84,7 @@ def _recorded(graph: TrainingGraph, value: Any) -> Any:
 
 def _known(node: fx.Node, earlier: Mapping[str, fx.Node]) -> bool:
     """Whether a node does what it did before, with what the same nodes give it; only of nodes with one result."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, torch.SymFloat, torch.SymInt)):
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, *_NUMBERS)):
         return False
     pairs = [(n, earlier.get(n.name)) for n in (node, *node.all_input_nodes)]
     if any(b is None or n.meta.get("val") is not b.meta.get("val") for n, b in pairs):

@@ -59,7 +59,7 @@ class MeasuringStep:
             output = pytree.tree_unflatten(self.lowered.run(flat), graph.out_spec)
             scalar, _ = scalar_loss(output, loss)
             found = torch.autograd.grad(scalar, [tensors[name] for name in names], allow_unused=True)
-        return {name: gradient for name, gradient in zip(names, found, strict=True) if gradient is not None}
+        return {name: gradient.to_dense() for name, gradient in zip(names, found, strict=True) if gradient is not None}
 
 
 def measuring_step(

@@ -13,7 +13,8 @@ from graphopt.ops.library import library
 
 
 def in_float64(tensor: Tensor) -> Tensor:
-    """Any gradient, a complex number as two."""
+    """Any gradient, also a sparse one; a complex number as two."""
+    tensor = tensor.to_dense()
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
 

@@ -102,7 +102,8 @@ def _sample_tokens(levels: RowLevels, product: WeightProduct, level: int | None,
     for dim, (here, before) in enumerate(zip(node.args, levels.original_args[node], strict=True)):
         assert isinstance(here, fx.Node)
         assert isinstance(before, fx.Node)
-        operands.append(_Operand(here if before in levels.cone else before, 1 - dim, before in levels.cone))
+        of_level = before in levels.cone or not levels.by_sample(before)
+        operands.append(_Operand(here if of_level else before, 1 - dim, of_level))
     norms = [operand.norms(levels, product.tokens, level, node) for operand in operands]
     weights = levels.emit(aten.mul.Tensor, tuple(norms), node)
     positions, scale = draws.rows(levels, weights, expected, draws.room(expected, available), node)
@@ -111,7 +112,7 @@ def _sample_tokens(levels: RowLevels, product: WeightProduct, level: int | None,
     in_batch = positions if level is None else _positions_in_batch(levels, positions, product.tokens, level, node)
     kept = []
     for operand in operands:
-        rows = operand.take(levels, positions if operand.is_gradient else in_batch, node)
+        rows = operand.take(levels, positions if operand.of_level else in_batch, node)
         kept.append(levels.scale_rows(rows, BatchDim(operand.dim, 1), root, node))
     node.args = tuple(kept)
     return True
@@ -123,17 +124,18 @@ class _Operand:
 
     Attributes:
         dim: the dimension that is summed over.
+        of_level: it has the rows of the level, as a gradient has, and activations whose samples are not one after the other.
     """
 
     node: fx.Node
     dim: int
-    is_gradient: bool
+    of_level: bool
 
     def norms(self, levels: RowLevels, tokens: int, level: int | None, anchor: fx.Node) -> fx.Node:
         """Norm of each row of the level; an activation's are found in the forward, where it is at hand."""
         dtype = torch.float64 if self.node.meta["val"].dtype == torch.float64 else torch.float32
         norms = levels.row_norms(self.node, BatchDim(self.dim, 1), anchor, dtype)
-        if level is None or self.is_gradient:
+        if level is None or self.of_level:
             return norms
         return levels.take(norms, BatchDim(0, tokens), levels.rows[level], anchor)
 

@@ -8,6 +8,7 @@ rows are put back among zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import SymInt, Tensor, fx
 
 from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_batch, gradient_cone
+from graphopt.analysis.row_rules import VIEWS
 from graphopt.compat import fake_mode_of, run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
@@ -159,6 +161,21 @@ class RowLevels:
             return node
         shape = list(node.meta["val"].shape)
         return self.emit(aten.reshape.default, (node, [*shape[: rows.dim], -1, *shape[rows.dim + 2 :]]), anchor)
+
+    def by_sample(self, node: fx.Node) -> bool:
+        """Whether a forward value, as it is gathered, has one sample's rows after the other's: not where tokens came first."""
+        while node.target in _RUN_AGAIN and isinstance(source := node.args[0], fx.Node):
+            if not carries_batch(self.graph, self.value[source]):
+                break
+            if node.target in VIEWS and self._before(source) != self._before(node):
+                return False
+            node = source
+        return True
+
+    def _before(self, node: fx.Node) -> int:
+        """Elements of the dimensions before that of the samples."""
+        shape = self.value[node].shape[: self.rows_of(node).dim]
+        return math.prod(self.graph.at(size, self.graph.batch_size) for size in shape)
 
     def rows_of(self, node: fx.Node) -> BatchDim:
         """Where the samples of a node's tensor are.

@@ -144,6 +144,34 @@ def random_like(value: Any, graph: TrainingGraph) -> Any:
     return torch.randn(shape, dtype=value.dtype) if value.is_floating_point() else torch.ones(shape, dtype=value.dtype)
 
 
+class ReadsNumber(nn.Module):
+    """Reads a number off a tensor, of which nothing is known before a step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(5, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        read = {"float": x.mean(), "int": labels.sum(), "bool": (labels > 0).any()}[self.kind].item()
+        return nn.functional.cross_entropy(self.last(self.first(x).relu() * read), labels)
+
+
+@pytest.mark.parametrize("kind", ["float", "int", "bool"])
+def test_a_number_that_is_read_off_a_tensor_has_a_name(kind: str, tmp_path: Path) -> None:
+    example = (torch.randn(4, 5), torch.tensor([0, 1, 2, 1]))
+    opt = graphopt.optimize(ReadsNumber(kind), example, budget=0.9, backend="aot_eager")
+    opt.dump(tmp_path)
+    text = (tmp_path / "0_captured.py").read_text("utf-8")
+    assert f'"{kind}" = aten._local_scalar_dense' in text
+    namespace: dict[str, Any] = {}
+    exec(text, namespace)
+    graph = opt.graph
+    values = [random_like(node.meta["val"], graph) for node in graph.placeholders]
+    with torch.no_grad():
+        namespace["step"](*values)
+
+
 def test_a_long_call_is_broken_at_its_own_arguments() -> None:
     line = "    x = f(" + ", ".join(["[1, 2]", "'a, b'", "g(3, 4)"] * 12) + ")"
     assert broken(line)[:4] == ["    x = f(", "        [1, 2],", "        'a, b',", "        g(3, 4),"]

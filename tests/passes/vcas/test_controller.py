@@ -164,3 +164,29 @@ def test_the_loop_of_the_readme() -> None:
     assert graphopt.optimize(*zoo.make("mlp"), backend="aot_eager").controller is None
     opt(**inputs).loss.backward()
     assert opt.controller.after_step(inputs) is None
+
+
+class Sparse(nn.Module):
+    """Its embedding's gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, sparse=True)
+        self.layers = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 3))
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.layers(self.embed(tokens)).flatten(0, 1), labels.flatten())
+
+
+def test_a_sparse_gradient_is_measured() -> None:
+    torch.manual_seed(0)
+    data = [(torch.randint(11, (8, 3)), torch.randint(3, (8, 3))) for _ in range(2)]
+    budget = graphopt.Budget(variance=0.5)
+    opt = graphopt.optimize(Sparse(), data[0], budget=budget, passes=[Vcas(every=2)], backend="aot_eager")
+    for batch in data:
+        opt(*batch).backward()
+        adaptation = opt.controller.after_step(batch)
+    assert not opt.not_separable
+    assert adaptation is not None
+    assert adaptation.preserved < 1
+    assert opt.report.notes == []

@@ -164,11 +164,11 @@ def test_nested_boundaries_are_unbiased_over_all_draws(name: str) -> None:
     assert_unbiased(name, 6, pick)
 
 
-def test_samples_and_terms_together_are_unbiased_over_all_draws() -> None:
-    def pick(sites: list[str]) -> dict[str, float]:
-        return {sites[0]: 0.7, TOKENS + "second.weight": 0.4, TOKENS + "third.weight": 0.5}
-
-    assert_unbiased("mlp", 6, pick)
+@pytest.mark.parametrize(
+    ("name", "weights"), [("mlp", {"second.weight": 0.4, "third.weight": 0.5}), ("tokens first", {"inner.weight": 0.5})]
+)
+def test_samples_and_terms_together_are_unbiased_over_all_draws(name: str, weights: dict[str, float]) -> None:
+    assert_unbiased(name, 6, lambda sites: {sites[0]: 0.7, **{TOKENS + weight: part for weight, part in weights.items()}})
 
 
 @pytest.mark.parametrize(
