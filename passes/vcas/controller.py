@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CALIBRATING = "calibrating the sampler"
 
 ATTEMPTS = 3
-"""Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next."""
+"""Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next goes on from there."""
 
 MOST_VARIANTS = 8
 """Different sets of ratios that are ever compiled, the exact step among them."""
@@ -210,10 +210,17 @@ class SamplingController(State):
         self._step = step = self.opt.ranks.together(make, CALIBRATING)
         if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
             self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
+<<<<<<< HEAD
         seen = self._adapt(step, batches)
         self._install(batch, step.batch_size)
         terms = sum(seen.tokens_variance.values())
         terms = _part(terms, sum(seen.weight_variance.values())) if seen.tokens_variance else 0.0
+=======
+        seen, ratios = self._adapt(step, batches)
+        if ratios is not None:
+            self._install(ratios, batch, step.batch_size)
+        terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
+>>>>>>> wt-4
         return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
 
     def snapshot(self) -> Any:
@@ -266,8 +273,8 @@ class SamplingController(State):
                 found.append(pytree.tree_unflatten(moved, structure))
         return found
 
-    def _adapt(self, step: MeasuringStep, batches: Sequence[Call]) -> Calibration:
-        """Lower the ratios as far as their measured variance allows; returns what was measured with those it settled on."""
+    def _adapt(self, step: MeasuringStep, batches: Sequence[Call]) -> tuple[Calibration, SampleRatios | None]:
+        """Lower the ratios if their measured variance allows it; returns what was measured, and what is to be in force."""
         probe = step.probe
         share = self.rewrite.rows_share
         for_rows, for_terms = share * self.tolerance, (1 - share) * self.tolerance
@@ -286,19 +293,18 @@ class SamplingController(State):
             seen = Calibration.mean(ranks.gather(ranks.together(sample, CALIBRATING), CALIBRATING))
             self.counts.calibrating += len(batches)
             if not seen.comparable:
-                return seen
+                return seen, None
             better = corrected(candidate, seen, self.state, norms, for_rows, for_terms, alpha, beta)
             if better is candidate:
                 self.state = candidate
-                return seen
+                return seen, candidate
             candidate = better
-        # Nothing that was measured fits: all rows and terms, until the next calibration goes on from here.
-        self.state = SampleRatios(candidate.preserved, dict.fromkeys(norms.rows, 1.0), dict.fromkeys(probe.tokens, 1.0))
-        return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0))
+        self.state = candidate
+        return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0)), SampleRatios()
 
-    def _install(self, batch: Any, batch_size: int) -> None:
-        """Put the adapted ratios in force, rounded to ones that are compiled or worth it."""
-        rounded = self.state.rounded
+    def _install(self, ratios: SampleRatios, batch: Any, batch_size: int) -> None:
+        """Put ratios in force, rounded to ones that are compiled or worth it."""
+        rounded = ratios.rounded
         wanted = {ROWS + n: r for n, r in rounded.rows.items()} | {TOKENS + n: r for n, r in rounded.tokens.items()}
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:

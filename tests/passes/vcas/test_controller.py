@@ -11,6 +11,7 @@ import pytest
 import torch
 from graphopt.passes import Vcas
 from graphopt.passes.vcas.controller import MOST_VARIANTS, SamplingController
+from graphopt.passes.vcas.ratios import Calibration
 from torch import nn
 
 import graphopt
@@ -54,6 +55,21 @@ def test_ratios_fall_and_the_measured_variance_stays_under_the_budget() -> None:
     for adaptation in history:
         ratios = [adaptation.rows.get(name, 1.0) for name in ("third", "second", "first")]
         assert ratios == sorted(ratios, reverse=True)
+
+
+def test_where_nothing_fits_all_rows_are_kept_and_the_next_calibration_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def between(opt: graphopt.OptimizedModule) -> None:
+        if len(opt.controller.history) == 14:
+            monkeypatch.setattr(Calibration, "rows_fit", lambda *_: False)
+        elif len(opt.controller.history) == 15:
+            monkeypatch.undo()
+
+    _, controller, _ = trained(8.0, 64, between=between)
+    assert controller is not None
+    before, failed, after = (a.flops_ratio for a in controller.history[13:])
+    assert failed == 1.0
+    assert before < 0.8
+    assert after <= before + 0.05
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
