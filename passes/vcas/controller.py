@@ -210,17 +210,11 @@ class SamplingController(State):
         self._step = step = self.opt.ranks.together(make, CALIBRATING)
         if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
             self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
-<<<<<<< HEAD
-        seen = self._adapt(step, batches)
-        self._install(batch, step.batch_size)
-        terms = sum(seen.tokens_variance.values())
-        terms = _part(terms, sum(seen.weight_variance.values())) if seen.tokens_variance else 0.0
-=======
         seen, ratios = self._adapt(step, batches)
         if ratios is not None:
             self._install(ratios, batch, step.batch_size)
-        terms = _part(sum(seen.tokens_variance.values()), sum(seen.weight_variance.values()))
->>>>>>> wt-4
+        terms = sum(seen.tokens_variance.values())
+        terms = _part(terms, sum(seen.weight_variance.values())) if seen.tokens_variance else 0.0
         return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
 
     def snapshot(self) -> Any:
