@@ -42,7 +42,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def test_a_loss_of_the_logits_under_autocast_that_is_left_before_the_backward() -> None:
-    model, inputs = zoo.make("bert", 4, layers=1)
+    model, inputs = zoo.make("bert", 4)
     reference = copy.deepcopy(model)
     opt = graphopt.optimize(model, inputs, budget=0.7, backend="aot_eager")
     for _ in range(2):

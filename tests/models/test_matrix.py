@@ -23,6 +23,8 @@ SIZES = {"mlp": (4, 3, 4), "cnn": (4, 3, 4), "bert": (4, 3, 4)}
 """Batches that come, the smaller one at the end of an epoch; those of other models differ from the example's at once."""
 
 OPTIONS = defaultdict[str, dict[str, int]](dict, bert={"layers": 1})
+BUDGETS = {"bert": 0.28, "vit": 0.45}
+"""Where 0.7 of the FLOPs train everything: the loss reads few rows of a classifier's last block."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -51,7 +53,8 @@ def test_cut_keeps_selected_gradients_exact_in_both_precisions(name: str) -> Non
 @pytest.mark.parametrize("name", [*FEWER, *long(*sorted(set(zoo.FACTORIES) - {*FEWER}))])
 def test_optimised_step_trains_only_the_selection_within_budget(name: str) -> None:
     model, inputs = zoo.make(name, batch=4, **OPTIONS[name])
-    opt = graphopt.optimize(model, inputs, budget=0.7, backend="aot_eager")
+    opt = graphopt.optimize(model, inputs, budget=BUDGETS.get(name, 0.7), backend="aot_eager")
+    assert opt.selected < {n for n, _ in model.named_parameters()}
     reference, _ = zoo.make(name, batch=4, **OPTIONS[name])
     formulas = graphopt.analyze(model, inputs).flops
     for batch in SIZES.get(name, (3,)):
