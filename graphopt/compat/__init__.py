@@ -12,6 +12,7 @@ allocate. The names of all but the last two are found here, too.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -102,9 +103,15 @@ def require_supported_torch(version: str = torch.__version__) -> None:
         )
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How many times a tensor was changed; -1 if it was made in inference mode, and cannot be changed outside of it."""
-    return -1 if tensor.is_inference() else tensor._version
+_version_of = operator.attrgetter("_version")
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How many times each was changed; -1 of those made in inference mode, which cannot be changed outside of it."""
+    try:
+        return list(map(_version_of, tensors))
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 from torch import SymInt, Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
-from graphopt import compat
-from graphopt.compat import observed_by, wrap_backward
+from graphopt.compat import observed_by, versions_of, wrap_backward
 from graphopt.compat.aot import compile_joint, compile_plainly, joint_graph, split_again
 from graphopt.compat.distributed import collective_of, is_distributed, is_of_another_rank
 from graphopt.compat.dynamo import differentiates, example_of, is_restart
@@ -287,7 +286,7 @@ class _Regions:
             outputs = self._run(made, args, host)
             return _cut(made, outputs, args) if made.sources else outputs
         tensors = [args[i] for i in made.read]
-        versions = list(map(compat.version_of, tensors))
+        versions = versions_of(tensors)
         outputs = self._run(made, args, host)
         node = made.node_of(outputs, args)
         if made.sources:

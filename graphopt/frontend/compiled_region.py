@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import SymInt, Tensor, fx, nn
 
-from graphopt import compat
-from graphopt.compat import expression
+from graphopt.compat import expression, versions_of
 from graphopt.frontend.region import Region
 from graphopt.frontend.values import Values
 from graphopt.graph import TrainingGraph
@@ -105,8 +104,10 @@ class Ran:
 
     def has_changed(self, but: Collection[int]) -> bool:
         """Whether a tensor was modified since, but for those of these ids."""
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return any(compat.version_of(t) != version and id(t) not in but for t, version in pairs)
+        now = versions_of(self.tensors)
+        return now != self.versions and any(
+            a != b and id(t) not in but for t, a, b in zip(self.tensors, now, self.versions, strict=True)
+        )
 
     def is_like(self, other: Ran) -> bool:
         """Whether the other one is the same region, with the same numbers and values."""
