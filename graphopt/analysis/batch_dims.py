@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +51,18 @@ def batch_dim(graph: TrainingGraph, tensor: Tensor) -> BatchDim | None:
             raise NoRows(f"its shape {shape} depends on the batch size B in more than one plain dimension")
         found = BatchDim(dim, int(factor))
     return found
+
+
+def elements_before(graph: TrainingGraph, tensor: Tensor) -> int:
+    """Product of the sizes before a tensor's batch dimension, for the example's batch; 1 if it has none.
+
+    A view keeps it where each sample's rows stay its own.
+
+    Raises:
+        NoRows: see there.
+    """
+    rows = batch_dim(graph, tensor)
+    return math.prod(graph.at(size, graph.batch_size) for size in tensor.shape[: rows.dim if rows else 0])
 
 
 def carries_batch(graph: TrainingGraph, value: Any) -> bool:

@@ -104,10 +104,8 @@ class Ran:
 
     def has_changed(self, but: Collection[int]) -> bool:
         """Whether a tensor was modified since, but for those of these ids."""
-        now = versions_of(self.tensors)
-        return now != self.versions and any(
-            a != b and id(t) not in but for t, a, b in zip(self.tensors, now, self.versions, strict=True)
-        )
+        found = zip(self.tensors, versions_of(self.tensors), self.versions, strict=True)
+        return any(now != before and id(t) not in but for t, now, before in found)
 
     def is_like(self, other: Ran) -> bool:
         """Whether the other one is the same region, with the same numbers and values."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,11 @@ class Adaptation:
     flops_ratio: float
     seconds: float
     changed: bool
+
+    @property
+    def compared(self) -> bool:
+        """Whether there was something to compare with."""
+        return math.isfinite(self.rows_variance) and math.isfinite(self.tokens_variance)
 
 
 @dataclass

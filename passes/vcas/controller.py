@@ -107,8 +107,8 @@ class SamplingController(State):
         return self.counts.calibrating
 
     def facts(self) -> dict[str, Any]:
-        """For the report: what was last measured, and what was saved so far."""
-        last = self.history[-1] if self.history else None
+        """For the report: what was last measured, of the ratios in force, and what was saved so far."""
+        last = next((adaptation for adaptation in reversed(self.history) if adaptation.compared), None)
         return {
             "rows_variance": last.rows_variance if last else 0.0,
             "tokens_variance": last.tokens_variance if last else 0.0,

@@ -6,14 +6,13 @@ samples' own can they be counted anew.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from graphopt.analysis.batch_dims import batch_dim
+from graphopt.analysis.batch_dims import batch_dim, elements_before
 from graphopt.analysis.row_rules import VIEWS
 from graphopt.compat import OpOverload
 from graphopt.errors import PassError
@@ -96,9 +95,3 @@ def _are_own(graph: TrainingGraph, numbers: fx.Node, size: Any) -> bool:
         if numbers.target in VIEWS and elements_before(graph, source.meta["val"]) != elements_before(graph, value):
             return False
         numbers = source
-
-
-def elements_before(graph: TrainingGraph, tensor: Tensor) -> int:
-    """Elements of the dimensions before that of the samples, which a view keeps where each sample's rows stay its own."""
-    rows = batch_dim(graph, tensor)
-    return math.prod(graph.at(size, graph.batch_size) for size in tensor.shape[: rows.dim if rows else 0])

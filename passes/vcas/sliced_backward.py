@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from graphopt.passes.vcas.own_rows import elements_before, with_own_rows
+from graphopt.passes.vcas.own_rows import with_own_rows
 from torch import SymInt, Tensor, fx
 
-from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_batch, gradient_cone
+from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_batch, elements_before, gradient_cone
 from graphopt.analysis.row_rules import VIEWS
 from graphopt.compat import fake_mode_of, run_on_metadata
 from graphopt.errors import PassError
@@ -169,13 +169,10 @@ class RowLevels:
         while node.target in _RUN_AGAIN and isinstance(source := node.args[0], fx.Node):
             if not carries_batch(self.graph, self.value[source]):
                 break
-            if node.target in VIEWS and self._before(source) != self._before(node):
+            if node.target in VIEWS and len({elements_before(self.graph, self.value[n]) for n in (source, node)}) > 1:
                 return False
             node = source
         return True
-
-    def _before(self, node: fx.Node) -> int:
-        return elements_before(self.graph, self.value[node])
 
     def rows_of(self, node: fx.Node) -> BatchDim:
         """Where the samples of a node's tensor are.

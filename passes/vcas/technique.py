@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -225,12 +224,9 @@ class Vcas(Technique):
         notes: tuple[str, ...] = ()
         if isinstance(state, SamplingController):
             facts |= state.facts()
-            kinds = ("rows_variance", "tokens_variance")
-            known = [a for a in state.history if all(math.isfinite(getattr(a, kind)) for kind in kinds)]
-            if known[-1:] != state.history[-1:]:  # the ratios are those that were measured before
-                notes = (NOTHING_COMPARED,)
-                facts |= {kind: getattr(known[-1], kind) if known else 0.0 for kind in kinds}
             used = {"variance": facts["rows_variance"] + facts["tokens_variance"]}
+            if state.history and not state.history[-1].compared:
+                notes = (NOTHING_COMPARED,)
         return Section(facts, tuple(_lines(facts)), notes, approximation=f"gradients {self.preserves.value}", used=used)
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
