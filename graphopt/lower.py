@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from graphopt import compat
 from graphopt.calls import FlatInputs
 from graphopt.compat import InputDesc
+from graphopt.compat.aot import compile_half
 from graphopt.compat.inductor import compile_inductor_backward, compile_inductor_forward
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph
@@ -56,33 +57,9 @@ def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
         forward = compile_inductor_forward(halves.forward, halves.backward, halves.num_mutations, outputs, halves.static_inputs)
         backward = compile_inductor_backward(halves.backward)
     else:
-        forward, backward = _boxed(halves.forward, backend), _boxed(halves.backward, backend)
+        forward, backward = (compile_half(half, backend) for half in (halves.forward, halves.backward))
     runner = _Runner(layout, tuple(halves.tangents.values()), forward, backward)
     return Lowered(halves, runner, runner.slots)
-
-
-def _boxed(module: fx.GraphModule, backend: Backend) -> Callable[[list[Any]], Sequence[Any]]:
-    """A callable that takes one list of arguments and empties it, so that each is freed after its last use."""
-    if callable(backend):
-        inputs = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
-        compiled = backend(fx.GraphModule(module, module.graph), inputs)  # not a lazy one, which torch.compile does not look into
-
-        def call(args: list[Any]) -> Sequence[Any]:
-            flat = tuple(args)
-            args.clear()
-            return compiled(*flat)
-
-        return call
-    interpreter = fx.Interpreter(module)
-
-    def interpret(args: list[Any]) -> Sequence[Any]:
-        try:
-            result: Sequence[Any] = interpreter.boxed_run(args)
-            return result
-        finally:
-            interpreter.env.clear()  # it would hold the results, saved activations among them, until the next run
-
-    return interpret
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -14,8 +14,12 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import innermost_fn
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import _BoxedCodeGen
 
 from graphopt.compat.counted_draws import count_repeated_draws
 from graphopt.compat.fakes import fake_mode_of, output_list, retrace
@@ -75,7 +79,6 @@ def compile_joint(
     Args:
         compiler: "inductor", "aot_eager" or a function that compiles one half.
     """
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     cached = {"enable_autograd_cache": False} if hooks.depends_on_data else {}
@@ -91,8 +94,6 @@ def compile_joint(
 
 def _undecorated(compiled: Any) -> Callable[..., Any]:
     """Without the wrapper that keeps Dynamo from tracing it: Dynamo puts one around everything that a backend returns."""
-    from torch._dynamo.eval_frame import innermost_fn
-
     run: Callable[..., Any] = innermost_fn(compiled)
     return run
 
@@ -264,14 +265,19 @@ def decomposed(joint: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+def compile_half(half: fx.GraphModule, compiler: str | GraphCompiler) -> Callable[[list[Any]], Any]:
+    """A forward or backward graph, by "aot_eager" or a user's own compiler, as a function of one list of arguments."""
+    inputs = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
+    if isinstance(compiler, str):
+        return _boxed(half, inputs)
+    return _custom(compiler)(fx.GraphModule(half, half.graph), inputs)  # not a lazy one, which torch.compile does not look into
+
+
 def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """A graph run operator by operator, each value freed after its last use.
 
     Its code is made at once: made in the first run, that would be a call of a module, which FLOP counters and the like hook into.
     """
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-    from torch.fx.graph import _BoxedCodeGen
-
     count_repeated_draws()
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
