@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._logging import trace_structured
 from torch.nn.modules import module as _modules
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
@@ -211,6 +212,4 @@ def observed_by(modes: Sequence[Any]) -> Iterator[None]:
 
 def trace_artifact(name: str, text: str) -> None:
     """Hand `text` to torch's structured trace, so that TORCH_TRACE and tlparse show it as artifact `name`."""
-    from torch._logging import trace_structured
-
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch._functorch._aot_autograd import descriptors as d
 
 from graphopt.errors import CaptureError
 
@@ -39,13 +41,18 @@ class OutputDesc:
     target: Any
 
 
-def take_meshes_out(module: fx.GraphModule) -> None:
-    """Have a joint graph neither take nor return the meshes of DTensors, which are no tensors and which nothing reads."""
+def drop_outputs(module: fx.GraphModule, unwanted: Callable[[Any], bool]) -> None:
+    """Have a joint graph return nothing with such a description."""
     output = module.graph.output_node()
     returned: Any = output.args[0]
-    kept = [(result, desc) for result, desc in zip(returned, output.meta["desc"], strict=True) if not _is_mesh(desc)]
+    kept = [(result, desc) for result, desc in zip(returned, output.meta["desc"], strict=True) if not unwanted(desc)]
     output.args = (tuple(result for result, _ in kept),)
     output.meta["desc"] = type(output.meta["desc"])(desc for _, desc in kept)
+
+
+def take_meshes_out(module: fx.GraphModule) -> None:
+    """Have a joint graph neither take nor return the meshes of DTensors, which are no tensors and which nothing reads."""
+    drop_outputs(module, _is_mesh)
     for node in module.graph.find_nodes(op="placeholder"):
         if _is_mesh(node.meta["desc"]) and not node.users:
             module.graph.erase_node(node)
@@ -84,8 +91,6 @@ _LOCAL = "_local_tensor"
 
 def _is_mesh(desc: Any) -> bool:
     """Whether a description is that of what a DTensor has beside its tensor."""
-    from torch._functorch._aot_autograd import descriptors as d
-
     return isinstance(desc, (d.SubclassGetAttrAOTInput, d.SubclassGetAttrAOTOutput)) and desc.attr == "device_mesh"
 
 
@@ -95,8 +100,6 @@ def describe_input(desc: Any) -> InputDesc:
     Raises:
         CaptureError: it is none of a model's own, or part of a tensor subclass other than DTensor.
     """
-    from torch._functorch._aot_autograd import descriptors as d
-
     match desc:
         case d.SubclassGetAttrAOTInput(attr=attr) if attr == _LOCAL:
             return describe_input(desc.base)
@@ -113,8 +116,6 @@ def describe_input(desc: Any) -> InputDesc:
 
 def describe_output(desc: Any) -> OutputDesc:
     """See `describe_input`."""
-    from torch._functorch._aot_autograd import descriptors as d
-
     match desc:
         case d.SubclassGetAttrAOTOutput(attr=attr) if attr == _LOCAL:
             return describe_output(desc.base)

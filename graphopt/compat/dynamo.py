@@ -12,6 +12,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx, nn
+from torch._dynamo import convert_frame, exc
+from torch._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.utils import calculate_time_spent, counters
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphopt.compat.joint import intermediates_that_require_grad
 from graphopt.compat.once import messages_given_once
@@ -41,10 +48,6 @@ def _retry_skipped() -> None:
     It skips a function for good where plain torch.compile meets a recurrent layer in it, whoever calls it later: the mark is the
     code's, and all models of a class share their code. What it has compiled of it stays.
     """
-    from torch._dynamo import convert_frame
-    from torch._dynamo.eval_frame import set_code_exec_strategy
-    from torch._dynamo.types import FrameAction, FrameExecStrategy
-
     with convert_frame.compile_lock:
         for seen in list(convert_frame.input_codes.seen):
             code = seen()
@@ -130,9 +133,6 @@ def _isolates() -> bool:
 
 def is_part(module: fx.GraphModule) -> bool:
     """Whether a graph that Dynamo passes to its backend is one of several of the function that it comes from."""
-    from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     translator: Any = InstructionTranslator.current_tx()
     resumed = translator.output.root_tx.f_code.co_name.startswith(TORCH_DYNAMO_RESUME_IN_PREFIX)
     reason: Any = getattr(module, "compile_subgraph_reason", None)
@@ -146,8 +146,6 @@ def is_compile_error(error: BaseException) -> bool:
 
 def is_restart(error: BaseException) -> bool:
     """Whether an error out of compiling a graph tells Dynamo to trace in another way, and is not one at all."""
-    from torch._dynamo import exc
-
     return isinstance(error, (exc.RestartAnalysis, exc.SkipFrame, *exc.exceptions_allowed_to_be_fallback))
 
 
@@ -184,22 +182,16 @@ def source_of(node: fx.Node) -> str:
 
 def graph_breaks() -> int:
     """How often Dynamo has broken a graph so far, in this process."""
-    from torch._dynamo.utils import counters
-
     return sum(counters["graph_break"].values())
 
 
 def graphs_compiled() -> int:
     """How many graphs Dynamo has had compiled so far, in this process."""
-    from torch._dynamo.utils import counters
-
     return int(counters["stats"]["unique_graphs"])
 
 
 def seconds_compiling() -> float:
     """Wall-clock that Dynamo has spent on tracing and compiling so far, backends and backwards included, in this process."""
-    from torch._dynamo.utils import calculate_time_spent
-
     return calculate_time_spent().get("total_wall_time", 0.0)
 
 
@@ -256,7 +248,5 @@ def symbolic_dims(tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -
 @contextlib.contextmanager
 def outside_tracing() -> Iterator[None]:
     """Operators run on real tensors inside, although a graph is being compiled."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     with _disable_current_modes(), torch._guards.tracing(None), torch.no_grad():
         yield

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd import descriptors as d
 
+from graphopt.compat.descriptions import drop_outputs
 from graphopt.errors import CaptureError
 
 
@@ -20,11 +22,7 @@ def take_tokens_out(module: fx.GraphModule) -> None:
     tokens = [node for node in graph.find_nodes(op="placeholder") if _is_token(node.meta["desc"])]
     if not tokens:
         return
-    output = graph.output_node()
-    returned: Any = output.args[0]
-    kept = [(result, desc) for result, desc in zip(returned, output.meta["desc"], strict=True) if not _is_token(desc)]
-    output.args = (tuple(result for result, _ in kept),)
-    output.meta["desc"] = type(output.meta["desc"])(desc for _, desc in kept)
+    drop_outputs(module, _is_token)
     for call in reversed(graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)):
         _call_plainly(graph, call)
     for token in tokens:
@@ -65,6 +63,4 @@ def _unsupported(function: Any) -> CaptureError:
 
 
 def _is_token(desc: object) -> bool:
-    from torch._functorch._aot_autograd import descriptors as d
-
     return isinstance(desc, (d.ForwardTokenAOTInput, d.BackwardTokenAOTInput, d.ForwardTokenAOTOutput, d.BackwardTokenAOTOutput))

@@ -10,6 +10,9 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 from graphopt.compat.fsdp import is_sharded, without_hooks
 from graphopt.compat.graph_modules import lazy_graph_modules
@@ -34,15 +37,11 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
 
 def new_fake_mode() -> Any:
     """A mode in which tensors have shapes and dtypes but no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
     """The mode of the first fake tensor among `tensors`, or None."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
     return next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None)
 
 
@@ -96,8 +95,6 @@ _KNOWN_VALUES_LIMIT = 2**24
 @contextlib.contextmanager
 def known_integer_values() -> Iterator[None]:
     """Fake tensors of integers and booleans that come from `fake_with_values` keep their values through operators."""
-    from torch._subclasses import fake_tensor
-
     limit = fake_tensor.CONSTANT_NUMEL_LIMIT
     fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN_VALUES_LIMIT
     try:
@@ -119,8 +116,6 @@ def call_knowing_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     Values are kept on the CPU. torch computes with them there, and says that the result is there, too: it is moved to where
     the operator would have it. What a factory such as `arange` makes is known from the start.
     """
-    from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-
     given = [t for t in torch.utils._pytree.tree_leaves((args, dict(kwargs))) if isinstance(t, FakeTensor)]
     if not given:
         result = func(*args, **kwargs)
@@ -200,7 +195,6 @@ def retrace(module: fx.GraphModule, args: Sequence[Tensor], fake_mode: Any, deco
         decompose: also rewrite operators to those that Inductor lowers.
     """
     import torch._inductor.lowering  # decompositions look things up there without importing it
-    from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table() if decompose else {}

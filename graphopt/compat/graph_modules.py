@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 
 from torch import fx, nn
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 
 
 def graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     """A module of `graph` with the attributes of `root` that it reads."""
-    from torch.fx._lazy_graph_module import _LazyGraphModule
-
     return _LazyGraphModule(root, graph)
 
 
 def lazy_graph_modules() -> contextlib.AbstractContextManager[None]:
     """torch's own functions make such modules, too."""
-    from torch.fx._lazy_graph_module import _use_lazy_graph_module
-
     return _use_lazy_graph_module(True)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor, fx
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 
 
 @contextlib.contextmanager
@@ -16,8 +19,6 @@ def results_handed_out() -> Iterator[set[str]]:
 
     A trace for export leaves such side effects out of the graph; a step that is compiled has them among its outputs.
     """
-    from torch._dynamo.output_graph import OutputGraph
-
     found: set[str] = set()
     suffix = OutputGraph.codegen_suffix
 
@@ -31,9 +32,6 @@ def results_handed_out() -> Iterator[set[str]]:
 
 def _changed(effects: Any) -> Iterator[fx.Node]:
     """Nodes of the tensors in what a trace has changed outside its graph."""
-    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
-    from torch._dynamo.variables.tensor import TensorVariable
-
     tensors: list[Any] = []
 
     def look(variable: Any) -> None:

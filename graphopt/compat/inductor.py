@@ -10,6 +10,8 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._inductor import config
+from torch._inductor.utils import BoxedBool, fresh_inductor_cache
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
 from graphopt.compat.recompute import SAVE, copy_written, is_in_forward, is_marked, keep_readers_of_written, must_keep
@@ -91,31 +93,22 @@ def min_cut(
         if must_keep(node):
             node.meta.update(SAVE)
     forced = [node for node in joint.graph.nodes if is_in_forward(node)]
-    _insert_outputs(joint, num_fwd_outputs, forced)
+    _replace_outputs(joint, num_fwd_outputs, 0, forced)
     forward, backward = min_cut_rematerialization_partition(
         joint, inputs, num_fwd_outputs=num_fwd_outputs + len(forced), **options
     )
-    _remove_outputs(forward, num_fwd_outputs, len(forced))
+    _replace_outputs(forward, num_fwd_outputs, len(forced), ())
     return forward, backward
 
 
-def _insert_outputs(module: fx.GraphModule, position: int, nodes: Sequence[fx.Node]) -> None:
+def _replace_outputs(module: fx.GraphModule, position: int, count: int, nodes: Sequence[fx.Node]) -> None:
+    """Have a graph return `nodes` in the place of `count` outputs from `position` on."""
     output = module.graph.output_node()
-    if nodes:
-        results = output_list(module)
-        output.args = ((*results[:position], *nodes, *results[position:]),)
+    if count or nodes:
+        results, behind = output_list(module), position + count
+        output.args = ((*results[:position], *nodes, *results[behind:]),)
         if descriptions := list(output.meta.get("desc", ())):
-            output.meta["desc"] = [*descriptions[:position], *[descriptions[0]] * len(nodes), *descriptions[position:]]
-        module.recompile()
-
-
-def _remove_outputs(module: fx.GraphModule, position: int, count: int) -> None:
-    output = module.graph.output_node()
-    if count:
-        results = output_list(module)
-        output.args = ((*results[:position], *results[position + count :]),)
-        if descriptions := list(output.meta.get("desc", ())):
-            output.meta["desc"] = [*descriptions[:position], *descriptions[position + count :]]
+            output.meta["desc"] = [*descriptions[:position], *[descriptions[0]] * len(nodes), *descriptions[behind:]]
         module.recompile()
 
 
@@ -164,7 +157,6 @@ def compile_graph(module: fx.GraphModule, visible: Sequence[int], static: Sequen
     """Compile one half with Inductor, within `compiling`."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.cudagraph_utils import BoxedDeviceIndex
-    from torch._inductor.utils import BoxedBool
 
     leaves = output_list(module)
     module.graph.output_node().meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
@@ -210,14 +202,10 @@ def _size(value: Any, tensor: Tensor) -> Any:
 
 def eager_draws() -> contextlib.AbstractContextManager[None]:
     """What Inductor compiles inside draws random numbers with eager mode's kernels: the same seed gives the same dropout."""
-    from torch._inductor import config
-
     patched: contextlib.AbstractContextManager[None] = config.patch(fallback_random=True)
     return patched
 
 
 def fresh_compiler_cache() -> contextlib.AbstractContextManager[None]:
     """Compile from scratch inside: for measurements of compile time."""
-    from torch._inductor.utils import fresh_inductor_cache
-
     return fresh_inductor_cache()

@@ -16,6 +16,8 @@ from unittest import mock
 import sympy
 import torch
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import config
 
 from graphopt.compat import fake_mode_of, output_list
 from graphopt.compat.inductor import compile_graph, compiling, restride_saved
@@ -108,8 +110,6 @@ def _donated(forward: fx.GraphModule, results: Sequence[Any], backward: fx.Graph
 def _program(
     module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool, donated: Sequence[int] = ()
 ) -> Program:
-    from torch._dynamo.exc import BackendCompilerFailed
-    from torch._inductor import config
     from torch._inductor.graph import GraphLowering, SubgraphLowering
 
     def stop(self: Any) -> Any:

@@ -14,6 +14,11 @@ from unittest import mock
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo import functional_export
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphopt.compat.annotating import annotated_by_this_thread
 from graphopt.compat.descriptions import (
@@ -74,9 +79,6 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
         BatchSpecialised: a dimension marked by `mark_batch_symbolic` was fixed by the model's code.
         CaptureError: the model cannot be traced as one graph; names the user's source line.
     """
-    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-    from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
-
     with (
         warnings.catch_warnings(),
         intermediates_that_require_grad(),
@@ -108,8 +110,6 @@ def as_if_compiled() -> contextlib.AbstractContextManager[Any]:
 
     Models ask: those of transformers leave out masks that hide nothing, and what is planned on has to leave them out, too.
     """
-    from torch._dynamo import functional_export
-
     if not hasattr(functional_export, "_compiling_state_context"):
         return contextlib.nullcontext()
     return mock.patch.object(functional_export, "_compiling_state_context", _compiling)
@@ -129,9 +129,6 @@ def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
     joint graph computes the gradients of parameters, and they do not depend on it. So here it does so only where the result
     itself is handed on to other Python of the model's, which may ask for its gradient, as adversarial training does.
     """
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.variables.tensor import TensorVariable
-
     if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
         check = OutputGraph._check_requires_grad_intermediate_outputs
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy
 
 from graphopt.compat.fakes import output_list
 
@@ -16,8 +17,6 @@ aten = torch.ops.aten
 
 
 def _policy(name: str, region: int = 0) -> dict[str, Any]:
-    from torch.utils.checkpoint import CheckpointPolicy
-
     return {"recompute": getattr(CheckpointPolicy, name), "ac_graph_id": region}
 
 
