@@ -302,10 +302,6 @@ class _Own(Technique):
         """See `Pass`."""
         return self.rewrite.applicable(graph)
 
-    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
-        """See `Pass`."""
-        return self.rewrite.apply(graph, decisions)
-
     def start(self, opt: OptimizedModule) -> State | None:
         """See `Technique`."""
         return Supplied(self.rewrite) if isinstance(self.rewrite, Supplying) else None

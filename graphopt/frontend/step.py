@@ -85,16 +85,6 @@ class RegionStep:
         """Whether it draws random numbers."""
         return any(draws(node) for r in self.regions if r.graph is not None for node in r.graph.graph.nodes)
 
-    @property
-    def compile_seconds(self) -> float:
-        """Of all regions."""
-        return sum(region.compile_seconds for region in self.regions)
-
-    @property
-    def rewrite_seconds(self) -> float:
-        """Of all regions."""
-        return sum(region.rewrite_seconds for region in self.regions)
-
     def note_seconds(self, output: Any, start: float) -> None:
         """Note the seconds from `start` to the end of the first backward from what the model has returned, of some steps."""
         if len(self.seconds) == self.seconds.maxlen:

@@ -135,14 +135,6 @@ class SharedModule(nn.Module):
         """Into the model, by its own."""
         return self._model.load_state_dict(*args, **kwargs)
 
-    def get_extra_state(self) -> Any:
-        """The model's."""
-        return self._model.get_extra_state()
-
-    def set_extra_state(self, state: Any) -> None:
-        """The model's."""
-        self._model.set_extra_state(state)
-
     def train(self, mode: bool = True) -> Any:
         """Set training mode on the model, through its own `train`."""
         self._model.train(mode)

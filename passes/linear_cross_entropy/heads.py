@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-from graphopt.passes.linear_cross_entropy.matrices import NONE, PRODUCTS, NotSeparable, as_matrices
+from graphopt.passes.linear_cross_entropy.matrices import NONE, PRODUCTS, NotSeparable
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import gradient_cone
@@ -110,7 +110,6 @@ class _Search:
         return more
 
     def rules_of(self, node: fx.Node, axis: Axis) -> Read:
-        """See `Rules.read`."""
         if node.target is NLL_BACKWARD:
             gradient, probabilities, labels, weight, reduction, *_ = arguments(node)
             if reduction != NONE:
@@ -333,6 +332,3 @@ def _name(graph: TrainingGraph, loss: fx.Node) -> str:
             return names[read[0]]
         waiting += node.all_input_nodes
     return "the logits"
-
-
-__all__ = ["Head", "NotSeparable", "as_matrices", "find_heads"]

@@ -83,14 +83,13 @@ class _Writer:
         for node in head.gradients:
             values.append(self._again(node, by_token=True))
             results.append(self._result("rows", node))
-        for node, reads in head.sums.items():
+        for node in head.sums:
             if node.target is aten.mm.default:
                 values += [self._of(n) for n in arguments(node)[:2]]
                 results.append(self._result("product", node))
             else:
                 values.append(self._again(node, by_token=False))
                 results.append(self._result("sum", node))
-            assert reads
         self.program.output(tuple(values))
         source = self.program.python_code("self").src
         program = Program(source, tuple(results), head.rows.index(labels), ignored)

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
-from graphopt.passes.linear_cross_entropy.heads import Head, NotSeparable, as_matrices, find_heads
+from graphopt.passes.linear_cross_entropy.heads import Head, find_heads
+from graphopt.passes.linear_cross_entropy.matrices import NotSeparable, as_matrices
 from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone

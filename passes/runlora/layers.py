@@ -32,9 +32,8 @@ class Adapter:
         first, second: the products XA and (XA)B.
         total, chained: the addition of the chain to the layer, and its other summand.
         scale: c, where A and B are the operands of `first` and `second`.
-        upstream: Z1 = dY B'; None if nothing needs it.
         grad_a, grad_b: dA, dB; None if the factor is frozen.
-        grad_input: Z1 A'; None if X needs no gradient.
+        grad_input: Z1 A', with Z1 = dY B'; None if X needs no gradient.
         input_summed: `grad_input` is added, as it is, to the layer's own dY W'.
     """
 
@@ -44,7 +43,6 @@ class Adapter:
     total: fx.Node
     chained: fx.Node
     scale: float
-    upstream: Gradient | None = None
     grad_a: Gradient | None = None
     grad_b: Gradient | None = None
     grad_input: Gradient | None = None

@@ -223,7 +223,7 @@ class _Finder:
             raise NotALayer("it is multiplied by zero")
         number = self.numbers
         grad: Matrix | None = None
-        grad_b = upstream = grad_a = grad_input = None
+        grad_b = grad_a = grad_input = None
         of_hidden = self.products.get(number[adapter.first], [])
         if len(of_hidden) > 1 or not all(_is_outer(*use[1:]) for use in of_hidden):
             raise unknown
@@ -258,7 +258,7 @@ class _Finder:
                 grad_a = Gradient(found, left, scale * upstream.scale)
             for found, scale in of_a:
                 grad_input = Gradient(found, False, scale * upstream.scale)
-        return replace(adapter, upstream=upstream, grad_a=grad_a, grad_b=grad_b, grad_input=grad_input), grad
+        return replace(adapter, grad_a=grad_a, grad_b=grad_b, grad_input=grad_input), grad
 
     def _with_input_sum(self, adapter: Adapter, grad_input: fx.Node | None, grad_scale: float) -> Adapter:
         """The adapter with the addition of Z1 A' to dY W', if one can be left out and the other stand for both."""
