@@ -57,6 +57,13 @@ class BackwardCosts:
         numerator, denominator = float(flops_ratio).as_integer_ratio()
         return self.step_flops * numerator // denominator - self.forward_flops
 
+    def ratio_of(self, flops: int) -> float:
+        """The smallest budget that leaves so many FLOPs for a step, rounded up to 4 digits."""
+        units = math.ceil(self.part(flops) * 10_000)
+        if self.forward_flops + self.affordable(units / 10_000) < flops:  # the decimal number lies a hair below the fraction
+            units += 1
+        return units / 10_000
+
     @cached_property
     def chain_prefix(self) -> tuple[int, ...]:
         """D_d: FLOPs of the dY chain down to depth d, for every d.
@@ -82,10 +89,7 @@ def smallest_ratio(costs: BackwardCosts, spare_flops: int = 0) -> float:
         spare_flops: that later passes save.
     """
     cheapest = min(costs.cost([i]) for i in range(len(costs.names))) - spare_flops
-    units = math.ceil(costs.part(costs.forward_flops + cheapest) * 10_000)
-    if costs.affordable(units / 10_000) < cheapest:  # the decimal number lies a hair below the fraction
-        units += 1
-    return min(1.0, units / 10_000)
+    return min(1.0, costs.ratio_of(costs.forward_flops + cheapest))
 
 
 def backward_costs(profile: FlopProfile, full_step: int | None = None) -> BackwardCosts:

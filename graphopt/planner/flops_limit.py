@@ -176,11 +176,7 @@ class FlopsLimit:
         """The smallest budget that trains anything, rounded up to 4 digits."""
         if not self.likely_saved:
             return smallest_ratio(self.costs)
-        fewest = self.step_flops(frozenset([self._cheapest]))
-        units = math.ceil(self.part(fewest) * 10_000)
-        if self.costs.forward_flops + self.costs.affordable(units / 10_000) < fewest:  # a decimal number a hair too low
-            units += 1
-        return units / 10_000
+        return self.costs.ratio_of(self.step_flops(frozenset([self._cheapest])))
 
     @cached_property
     def sensible(self) -> float:

@@ -10,13 +10,12 @@ from graphopt.budget import Budget
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, in_order
-from graphopt.planner.costs import backward_costs
+from graphopt.planner.costs import backward_costs, smallest_ratio
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.memory_problem import make_problem, offers_of, planned
 from graphopt.planner.plan import Plan
 from graphopt.planner.problem import Problem, evaluate
-from graphopt.planner.selection import smallest_ratio
 from graphopt.planner.solver import solve
 
 STEPS = 6

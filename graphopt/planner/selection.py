@@ -12,8 +12,6 @@ from graphopt.planner.costs import BackwardCosts, smallest_ratio
 from graphopt.planner.knapsack import chain_knapsack, fill
 from graphopt.planner.milp import graph_milp
 
-__all__ = ["BackwardCosts", "Selection", "Solver", "select", "smallest_ratio"]
-
 Solver = Literal["auto", "knapsack", "milp"]
 
 RESOLUTION = 100_000

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import is_view
+from graphopt.analysis.saved import view_source
 from graphopt.compat import pytree
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, machine
@@ -70,7 +71,7 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _moved_bytes(node: fx.Node, fuses: bool) -> int:
     """Bytes that an operator reads and writes."""
-    read = {_maker(n) for n in node.all_input_nodes}
+    read = {view_source(n) for n in node.all_input_nodes}
     outside = [n for n in read if not (fuses and _fusible(n))]
     written = not fuses or any(not _fusible(user) for user in _users(node))
     return sum(_bytes(n) for n in outside) + (_bytes(node) if written else 0)
@@ -88,13 +89,6 @@ def _users(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         found.extend(_users(user) if _takes_no_time(user) else [user])
     return found
-
-
-def _maker(node: fx.Node) -> fx.Node:
-    """The operator's result that a node is, or is a view of."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _takes_no_time(node: fx.Node) -> bool:
