@@ -303,20 +303,16 @@ class _Method:
         self.own, self.name = own, name
 
     def __call__(self, *args: Any) -> Any:
-        return getattr(_living(self.own), self.name)(*args)
+        optimizer = self.own()
+        if optimizer is None:
+            raise GraphoptError("the optimizer of this model's compressed gradients is gone: make another with make_optimizer().")
+        return getattr(optimizer, self.name)(*args)
 
     def __reduce__(self) -> Any:
         raise InputError(
             "an optimised model whose compressed weights have an optimizer cannot be pickled: pickle it before make_optimizer(), "
             "or keep what it has trained by save_state()."
         )
-
-
-def _living(reference: weakref.ref[SubspaceOptimizer]) -> SubspaceOptimizer:
-    optimizer = reference()
-    if optimizer is None:
-        raise GraphoptError("the optimizer of this model's compressed gradients is gone: make another with make_optimizer().")
-    return optimizer
 
 
 def _as_groups(groups: Any) -> list[dict[str, Any]]:

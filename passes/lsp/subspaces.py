@@ -294,10 +294,7 @@ class Subspaces(State):
 
     def snapshot(self) -> dict[str, Any]:
         """See `Stateful`."""
-        weights = {
-            name: WeightState.of(w.shape, w.subspace, w.next, w.error, w.fits, w.skipped, w.gathered, w.moments, w.batches)
-            for name, w in self.weights.items()
-        }
+        weights = {name: WeightState.of(w) for name, w in self.weights.items()}
         stepped, drawn = tuple(sorted(self._stepped)), self.generator.get_state()
         state = SubspacesState(self.rewrite.subspace, weights, self.steps, self.forwards, self._checked_at, stepped, drawn)
         return to_plain(state)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from graphopt.passes.lsp.compressed_weight import CompressedWeight
 from graphopt.passes.lsp.learning import GradientMoments, block_sizes
 from graphopt.passes.lsp.projectors import Projector, Subspace, entries_per_column
 from graphopt.passes.lsp.technique import Lsp
@@ -74,21 +75,11 @@ class WeightState:
     batches: int
 
     @classmethod
-    def of(
-        cls,
-        shape: tuple[int, int],
-        now: Subspace,
-        after: tuple[Subspace, Tensor] | None,
-        error: float,
-        fits: int,
-        skipped: int,
-        gathered: Tensor | None,
-        moments: GradientMoments | None,
-        batches: int,
-    ) -> WeightState:
+    def of(cls, w: CompressedWeight) -> WeightState:
         """The state of a weight."""
-        following, unseen = (None, None) if after is None else (SidesState.of(after[0]), after[1].cpu())
-        return cls(shape, SidesState.of(now), following, unseen, error, fits, skipped, gathered, moments, batches)
+        after, unseen = (None, None) if w.next is None else (SidesState.of(w.next[0]), w.next[1].cpu())
+        now = SidesState.of(w.subspace)
+        return cls(w.shape, now, after, unseen, w.error, w.fits, w.skipped, w.gathered, w.moments, w.batches)
 
     def subspaces(
         self, name: str, shape: tuple[int, int], size: int, like: Subspace, variable: Tensor

@@ -31,11 +31,7 @@ def capped_probabilities(weights: Tensor, count: float) -> Tensor:
     Source: VCAS, section 4.1; capping as in its reference implementation (water-filling), made scale-invariant.
     """
     x = _comparable(weights)
-    return _capped(x, torch.sort(x, descending=True).values, count)
-
-
-def _capped(x: Tensor, ordered: Tensor, count: float) -> Tensor:
-    """`capped_probabilities` of comparable weights; `ordered` are the same from the largest on."""
+    ordered = torch.sort(x, descending=True).values
     positions = torch.arange(x.numel(), dtype=x.dtype, device=x.device)
     rest = ordered.flip(0).cumsum(0).flip(0)  # what the rows from j on weigh, if the j heaviest are capped
     factor = (count - positions) / rest
@@ -61,11 +57,7 @@ _NEGLIGIBLE = 1e-9
 
 def filled_probabilities(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`capped_probabilities`, with what is missing to `count` shared by the rows of weight zero; and which those are."""
-    return _filled(capped_probabilities(weights, count), count)
-
-
-def _filled(p: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """See `filled_probabilities`."""
+    p = capped_probabilities(weights, count)
     spare = p <= 0
     return torch.where(spare, (count - p.sum()) / spare.sum().clamp(min=1), p).clamp(0.0, 1.0), spare
 

@@ -35,8 +35,6 @@ class Norms:
 
     def joined(self, of_ranks: Sequence[Mapping[str, Sequence[Tensor]]]) -> Norms:
         """With the batches of all ranks."""
-        if len(of_ranks) == 1:
-            return self
         return Norms({name: [n for rows in of_ranks for n in rows[name]] for name in self.rows}, self.parents)
 
     def fractions(self, preserved: float) -> dict[str, float]:
@@ -73,8 +71,6 @@ class Calibration:
     @classmethod
     def mean(cls, found: Sequence[Calibration]) -> Calibration:
         """Of what several ranks have measured, each with its own batches and draws."""
-        if len(found) == 1:
-            return found[0]
 
         def each(named: Sequence[Mapping[str, float]]) -> dict[str, float]:
             return {name: sum(values[name] for values in named) / len(named) for name in named[0]}
