@@ -92,24 +92,23 @@ class _Pool:
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self._order: list[tuple[int, int]] = []
-        self._blocks: dict[tuple[int, int], Block] = {}
+        self._blocks: list[Block] = []
 
     def add(self, block: Block) -> None:
         block.free = True
-        key = (block.size, block.address)
-        bisect.insort(self._order, key)
-        self._blocks[key] = block
+        bisect.insort(self._blocks, block, key=_order)
 
     def remove(self, block: Block) -> None:
         block.free = False
-        key = (block.size, block.address)
-        del self._order[bisect.bisect_left(self._order, key)]
-        del self._blocks[key]
+        del self._blocks[bisect.bisect_left(self._blocks, _order(block), key=_order)]
 
     def best_fit(self, size: int) -> Block | None:
-        position = bisect.bisect_left(self._order, (size, -1))
-        return self._blocks[self._order[position]] if position < len(self._order) else None
+        position = bisect.bisect_left(self._blocks, (size, -1), key=_order)
+        return self._blocks[position] if position < len(self._blocks) else None
+
+
+def _order(block: Block) -> tuple[int, int]:
+    return block.size, block.address
 
 
 class CachingAllocator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
@@ -10,7 +11,7 @@ from graphopt.compat.dynamo import symbolic_dims
 from graphopt.errors import InputError
 
 
-def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> int:
+def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> int:
     """Of a call; 1 where it has none."""
     inputs = flatten_call(args, kwargs)
     try:

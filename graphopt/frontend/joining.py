@@ -113,10 +113,8 @@ class _Joined:
                 self.parameters.setdefault(parameter.name, parameter)
             for desc, node in zip(region.graph.inputs, region.graph.placeholders, strict=True):
                 value = self._value(region, desc)
-                if desc.kind == "parameter":
-                    mapping[node] = self._placeholder(("parameter", desc.target), desc, node)
-                elif desc.kind == "buffer":
-                    mapping[node] = self._placeholder(("buffer", desc.target), desc, node)
+                if desc.kind in ("parameter", "buffer"):
+                    mapping[node] = self._placeholder((desc.kind, desc.target), desc, node)
                 elif desc.kind != "tangent" and not (isinstance(value, Tensor) and id(value) in made):
                     key = ("input", id(value)) if isinstance(value, Tensor) else ("value", number, node.name)
                     mapping[node] = self._placeholder(key, InputDesc("input", len(self.inputs)), node)
@@ -247,11 +245,9 @@ class _Joined:
 
     def _passed_on(self, gradient: fx.Node, output: fx.Node) -> fx.Node:
         """The gradient of an output that eager mode computes of another. Nothing is known of it but what it depends on."""
-        value, new = output.meta["val"], torch.ops.aten.new_empty.default
+        value = output.meta["val"]
         options = {"dtype": value.dtype, "device": value.device, "pin_memory": False}
-        node = self.graph.call_function(new, (gradient, list(value.shape)), options)
-        node.meta = {"val": new(gradient.meta["val"], list(value.shape), **options)}
-        return node
+        return self._call(torch.ops.aten.new_empty.default, (gradient, list(value.shape)), options)
 
     def _laid_out(self, node: fx.Node, like: fx.Node) -> fx.Node:
         """A tensor in the memory layout with which the next region was traced: what it does with views depends on that."""
@@ -260,15 +256,13 @@ class _Joined:
             return node
         order = sorted(range(wanted.dim()), key=lambda d: (-wanted.stride(d), -wanted.shape[d]))
         back = sorted(range(len(order)), key=order.__getitem__)
-        steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
-            (torch.ops.aten.permute.default, (order,), {}),
-            (torch.ops.aten.clone.default, (), {"memory_format": torch.contiguous_format}),
-            (torch.ops.aten.permute.default, (back,), {}),
-        )
-        for target, args, options in steps:
-            meta = {"val": target(node.meta["val"], *args, **options)}
-            node = self.graph.call_function(target, (node, *args), options)
-            node.meta = meta
+        node = self._call(torch.ops.aten.permute.default, (node, order), {})
+        node = self._call(torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        return self._call(torch.ops.aten.permute.default, (node, back), {})
+
+    def _call(self, target: Any, args: tuple[Any, ...], options: dict[str, Any]) -> fx.Node:
+        node = self.graph.call_function(target, args, options)
+        node.meta = {"val": compat.run_on_metadata(target, args, options)}
         return node
 
     def _sum(self, terms: Sequence[fx.Node]) -> fx.Node:

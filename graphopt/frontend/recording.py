@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
+from graphopt.calls import BatchDim, flatten_call
 from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
 from graphopt.compat.aot import forward_graph, joint_graph
 from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically, with_own_code
 from graphopt.compat.graph_modules import copied, graph_module
-from graphopt.errors import CaptureError, InputError, NothingToPlan, first_line
+from graphopt.errors import CaptureError, NothingToPlan, first_line
+from graphopt.frontend.batch import batch_size
 from graphopt.frontend.before import Before
 from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
 from graphopt.frontend.region import region_of, tensor_names, training_graph
@@ -57,7 +58,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, reason: str) -> Recording:
-    inputs = flatten_call(args, kwargs)
+    inputs, samples = flatten_call(args, kwargs), batch_size(args, kwargs, batch_dim)
     regions: list[RecordedRegion] = []
     twin: list[nn.Module] = []
     unplanned: list[str] = []
@@ -106,12 +107,8 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     if not any(desc.kind == "gradient" for region in planned if region.graph is not None for desc in region.graph.outputs):
         why = unplanned[0] if unplanned else "torch.compile traces no part of it that has a backward"
         raise NothingToPlan(f"nothing of the model can be planned: {why}; {reason}")
-    try:
-        batch_size = batch_size_of(inputs, batch_dims_of(inputs, batch_dim)) or 1
-    except InputError:  # nested targets, packed positions
-        batch_size = 1
     parts = "1 graph, planned alone" if len(planned) == 1 else f"{len(planned)} graphs, planned together"
-    joined = joined_graph(planned, returned, batch_size, f"it is {parts}: {reason}")
+    joined = joined_graph(planned, returned, samples, f"it is {parts}: {reason}")
     order = {name: i for i, (name, _) in enumerate(model.named_parameters())}
     joined = replace(joined, parameters=tuple(sorted(joined.parameters, key=lambda p: order.get(p.name, len(order)))))
     if not joined.trainable:

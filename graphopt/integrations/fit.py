@@ -23,6 +23,7 @@ from graphopt.api import Analysis, analyze
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
 from graphopt.errors import GraphoptError, InputError, LossNotFirst
+from graphopt.frontend.accepted import require_module
 from graphopt.graph import TrainingGraph
 from graphopt.integrations.gpus import gpu_bytes
 from graphopt.passes.technique import Found
@@ -120,8 +121,7 @@ def fit(
     """
     capacity = gpu_bytes(gpu)
     check_optimizer(optimizer)
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
+    require_module(model)
     if backend not in ("inductor", "aot_eager"):
         raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
     if not 0 <= margin < 1:
@@ -258,7 +258,8 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     if rank < 1:
         raise InputError(f"lora={rank} must be a rank of at least 1.")
     copied = _copied(model)
-    targets = "all-linear" if hasattr(model, "get_output_embeddings") else _linear_layers(model)
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    targets = "all-linear" if hasattr(model, "get_output_embeddings") else linear
     try:
         config = peft.LoraConfig(r=rank, target_modules=targets)
         with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # of PEFT's calls of transformers
@@ -267,10 +268,6 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         raise
     except Exception as error:  # whatever a library says of a model that it does not know
         raise InputError(f"PEFT cannot add adapters to {type(model).__name__}: {error}") from error
-
-
-def _linear_layers(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def _peft() -> Any:
