@@ -166,7 +166,6 @@ class _Taken:
         self.gradients: dict[str, Tensor | None] = {}
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
-        """See `Supplier`."""
         if desc.kind == "random":
             return torch.rand(size, dtype=torch.float64, device=like.device)
         values = (state.supply(desc, size, like) for state in self.states)

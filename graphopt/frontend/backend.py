@@ -229,7 +229,6 @@ def _telling_of_ranks(node: Any, own: Callable[[Any, list[Any]], Any], gradients
 
 
 def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
-    """See `_Made.sources`."""
     graph = made.graph
     if graph is None:
         return []

@@ -145,7 +145,6 @@ class _Parameters(nn.Module):
         self.__dict__["held"] = dict(parameters)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[Any]:
-        """As a module's."""
         return iter(self.__dict__["held"].items())
 
 
@@ -157,7 +156,6 @@ class _Host(Host):
         self.values = Values()
 
     def planned(self) -> Collection[str]:
-        """All."""
         return self.region.trainable
 
     def drop_unselected(self) -> None:
@@ -165,5 +163,4 @@ class _Host(Host):
         logger.warning("a graph that could not be rewritten trains everything that is in it")
 
     def note(self, text: str) -> None:
-        """Warn."""
         logger.warning("%s", text)

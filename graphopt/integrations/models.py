@@ -117,12 +117,9 @@ def _model_class(transformers: Any, config: Any) -> Any:
             f"transformers {transformers.__version__} has no {config.architectures[0]}, which the config names under "
             "'architectures': name one that it has, or write a factory that returns (model, inputs)."
         )
-    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-    if type(config) in mapping:
-        return mapping[type(config)]
-    mapping = transformers.MODEL_MAPPING
-    if type(config) in mapping:
-        return mapping[type(config)]
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
     raise InputError(f"transformers has no model class for a {config.model_type!r} config.")
 
 

@@ -88,9 +88,7 @@ class Substituted(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of torch optimizers."""
-        if not hasattr(self, "defaults"):
-            super().add_param_group(param_group)
-        elif "param_groups" in vars(self) and self.param_groups is self.inner.param_groups:
+        if "param_groups" in vars(self) and self.param_groups is self.inner.param_groups:
             self.inner.add_param_group(param_group)
             self._follow()
         else:  # while the base class is set up

@@ -75,7 +75,6 @@ def make_plan(
 def _inputs(
     graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks | None
 ) -> tuple[tuple[str, ...], tuple[Tensor, ...], int] | None:
-    """See `Planning`."""
     call = flatten_call(args, kwargs)
     known = fake_mode_of(call.tensors) is None and not any(t.is_meta for t in call.tensors)
     if graph.out_spec is None or not known or (ranks is not None and ranks.size > 1):

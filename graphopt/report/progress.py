@@ -25,7 +25,6 @@ class _Told(logging.Handler):
         self.console, self.status = console, status
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         name, seconds = getattr(record, "stage", record.getMessage()), getattr(record, "seconds", None)
         if seconds is None:
             self.status.update(name)  # type: ignore[attr-defined]

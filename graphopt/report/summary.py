@@ -199,6 +199,7 @@ def make_report(
     used = {"flops": ratio, "variance": 0.0} | ({} if peak is None else {"memory": peak})
     for section in sections.values():
         used |= section.used
+    others = [collective for state in states.values() for collective in state.collectives]
     summary = summarise(plan, reports, used, clock or StepClock(), step, captures.backend == "inductor")
     return Report(
         budget=plan.budget.stated(),
@@ -231,11 +232,7 @@ def make_report(
         left_alone={name: why for section in sections.values() for name, why in section.left_alone.items()},
         selection=summarise_selection(plan, graph, captured),
         tensors=tensor_rows(plan, graph, captured, flops, ratio),
-        communication=_communication(graphs, states),
+        communication=Communication((*communication(*graphs).collectives, *others)),
         lines=[line for section in sections.values() for line in section.lines],
         _source=Source(graph, plan, captured, captures.backend if captures.backend == "inductor" else "aot_eager"),
     )
-
-
-def _communication(graphs: Sequence[TrainingGraph], states: Mapping[str, State]) -> Communication:
-    return Communication((*communication(*graphs).collectives, *(c for state in states.values() for c in state.collectives)))

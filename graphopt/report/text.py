@@ -92,9 +92,5 @@ def _figures(report: Report) -> list[str]:
 def wrapped(line: str) -> str:
     """A line of the report, broken to its width."""
     line = line.replace(" %", NARROW + "%")
-    return (
-        textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False).replace(
-            NARROW, " "
-        )
-        or line
-    )
+    filled = textwrap.fill(line, WIDTH, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False)
+    return filled.replace(NARROW, " ")

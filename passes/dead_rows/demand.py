@@ -72,7 +72,8 @@ def _demand(graph: TrainingGraph, rows: Places, takes: Mapping[fx.Node, Axis]) -
         axis = _needed(node, rules, narrow, takes, sums)
         if axis is not None and rules.carries(node, axis) and rules.read(node, axis) is not None:
             narrow[node] = axis
-    narrow = _with_all_results(narrow)
+    # Without results of operators that have others which are needed in full: of these, rows are taken when all are computed.
+    narrow = {n: axis for n, axis in narrow.items() if n.target is not operator.getitem or arguments(n)[0] in narrow}
     saved = sum(graph.at(node_flops(node), graph.batch_size) for node in (*narrow, *sums))
     used = {take: axis for take, axis in takes.items() if arguments(take)[0] in narrow}
     flops = int(saved * (1 - rows.count / traced_length(graph, rows))) if used or sums else 0
@@ -122,11 +123,6 @@ def _needed(
         else:
             return None
     return axes.pop() if len(axes) == 1 else None
-
-
-def _with_all_results(narrow: Mapping[fx.Node, Axis]) -> dict[fx.Node, Axis]:
-    """Without results of operators that have others which are needed in full: of these, rows are taken when all are computed."""
-    return {n: axis for n, axis in narrow.items() if n.target is not operator.getitem or arguments(n)[0] in narrow}
 
 
 def _name(graph: TrainingGraph, takes: Mapping[fx.Node, Axis]) -> str:

@@ -56,7 +56,6 @@ class _Narrowing:
         self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
 
     def apply(self) -> None:
-        """See `narrow`."""
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
         if isinstance(self.rows, RowsOfEach):
             first = before_everything(self.rows, self.demand.narrow, self.graph.graph)
