@@ -7,7 +7,6 @@ are learned from gradients of the training at hand, in closed form (`learning`) 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -153,23 +152,10 @@ def draw_subspace(shape: tuple[int, int], s: int, d: int, generator: torch.Gener
     return Subspace(draw_projector(shape[0], s, d, generator), draw_projector(shape[1], s, d, generator))
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A subspace fitted to gradients, and its mean relative error there before and after; `subspace` is the better one."""
-
-    subspace: Subspace
-    before: float
-    after: float
-
-
 def fit(
-    start: Subspace,
-    gradients: Sequence[Tensor],
-    target: float = 0.0,
-    iterations: int = ITERATIONS,
-    unseen: Tensor | None = None,
-) -> Fit:
-    """Minimise the mean relative error of `gradients` over the values of P and Q: over their scale in closed form, then by Adam.
+    start: Subspace, gradient: Tensor, target: float = 0.0, iterations: int = ITERATIONS, unseen: Tensor | None = None
+) -> Subspace:
+    """Minimise the relative error of `gradient` over the values of P and Q: over their scale in closed form, then by Adam.
 
     Drawn projectors have a relative error of sqrt((1 + m/s)(1 + n/s) - 1), 4 and more, nearly all of which is scale. Adam at a
     rate that can undo this in 100 iterations is too coarse for the rest, whence the scale before and a smaller rate than the
@@ -177,19 +163,19 @@ def fit(
 
     Args:
         target: stop once the error is below.
-        unseen: a gradient whose error counts in place of theirs; stops as soon as that rises.
+        unseen: a gradient whose error counts in place of `gradient`'s; stops as soon as that rises.
     Returns:
         The best values that were met; never worse than `start`.
     """
-    first = _error_and_gradients(start, gradients)[0] if unseen is None else start.error(unseen)
-    factor = _best_scale(start, gradients)
+    first = start.error(gradient if unseen is None else unseen)
+    factor = _best_scale(start, gradient)
     left, right = start.left.values * factor, start.right.values * factor
     optimizer = torch.optim.Adam([left.requires_grad_(), right.requires_grad_()], lr=LEARNING_RATE)
     best, lowest = start, math.inf
     for i in range(iterations + 1):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 + math.cos(math.pi * i / (iterations + 1))) / 2
         now = Subspace(start.left.with_values(left.detach()), start.right.with_values(right.detach()))
-        error, left.grad, right.grad = _error_and_gradients(now, gradients)
+        error, left.grad, right.grad = _error_and_gradients(now, gradient)
         error = error if unseen is None else now.error(unseen)
         if unseen is not None and error > lowest:
             break
@@ -199,47 +185,38 @@ def fit(
         if not math.isfinite(error) or error < target or i == iterations:
             break
         optimizer.step()
-    return Fit(best, first, lowest) if lowest < first else Fit(start, first, first)
+    return best if lowest < first else start
 
 
-def _best_scale(subspace: Subspace, gradients: Sequence[Tensor]) -> float:
-    """The factor of all values of P and Q for which the squared relative errors of `gradients` are least; 1 if there is none."""
-    along, energy = 0.0, 0.0
-    for gradient in gradients:
-        represented, norm = subspace.decompress(subspace.compress(gradient)), float(gradient.norm())
-        if norm:
-            along += float((represented * gradient).sum()) / norm**2
-            energy += float(represented.norm()) ** 2 / norm**2
+def _best_scale(subspace: Subspace, gradient: Tensor) -> float:
+    """The factor of all values of P and Q for which the relative error of `gradient` is least; 1 if there is none."""
+    represented, norm = subspace.decompress(subspace.compress(gradient)), float(gradient.norm())
+    if not norm:
+        return 1.0
+    along, energy = float((represented * gradient).sum()) / norm**2, float(represented.norm()) ** 2 / norm**2
     factor = (along / energy) ** 0.25 if along > 0 and energy > 0 else 1.0  # P and Q occur twice each
     return factor if math.isfinite(factor) else 1.0
 
 
-def _error_and_gradients(subspace: Subspace, gradients: Sequence[Tensor]) -> tuple[float, Tensor, Tensor]:
-    """Mean relative error, and its derivatives by the values of P and Q.
+def _error_and_gradients(subspace: Subspace, gradient: Tensor) -> tuple[float, Tensor, Tensor]:
+    """The relative error, and its derivatives by the values of P and Q.
 
     With E = PgQ' - G, g = P'GQ and h = P'EQ: d|E|^2/2 = <(EQ)g' + (GQ)h', dP> + <(E'P)g + (G'P)h, dQ>.
     """
-    left, right = subspace.left, subspace.right
-    total, by_left, by_right = 0.0, torch.zeros_like(left.values), torch.zeros_like(right.values)
-    for gradient in gradients:
-        norm = float(gradient.norm())
-        if not norm:
-            continue
-        left_side, right_side = left.transposed_product(gradient), right.transposed_product(gradient.t())  # P'G and (GQ)'
-        g = right.transposed_product(left_side.t()).t()
-        excess = subspace.decompress(g) - gradient
-        distance = float(excess.norm())
-        total += distance / norm / len(gradients)
-        if not distance:
-            continue
-        left_excess, right_excess = left.transposed_product(excess), right.transposed_product(excess.t())
-        h = right.transposed_product(left_excess.t()).t()
-        scale = 1 / (distance * norm * len(gradients))
-        along_left = right_excess.t() @ g.t() + right_side.t() @ h.t()
-        along_right = left_excess.t() @ g + left_side.t() @ h
-        by_left += scale * along_left.gather(1, left.columns.long())
-        by_right += scale * along_right.gather(1, right.columns.long())
-    return total, by_left, by_right
+    left, right, norm = subspace.left, subspace.right, float(gradient.norm())
+    left_side, right_side = left.transposed_product(gradient), right.transposed_product(gradient.t())  # P'G and (GQ)'
+    g = right.transposed_product(left_side.t()).t()
+    excess = subspace.decompress(g) - gradient
+    distance = float(excess.norm())
+    if not norm or not distance:
+        return 0.0, torch.zeros_like(left.values), torch.zeros_like(right.values)
+    left_excess, right_excess = left.transposed_product(excess), right.transposed_product(excess.t())
+    h = right.transposed_product(left_excess.t()).t()
+    along_left = right_excess.t() @ g.t() + right_side.t() @ h.t()
+    along_right = left_excess.t() @ g + left_side.t() @ h
+    scale = 1 / (distance * norm)
+    by_left, by_right = along_left.gather(1, left.columns.long()), along_right.gather(1, right.columns.long())
+    return distance / norm, scale * by_left, scale * by_right
 
 
 def unseen_energy(old: Subspace, new: Subspace, gradient: Tensor) -> Tensor:

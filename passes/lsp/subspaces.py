@@ -260,7 +260,7 @@ class Subspaces(State):
         if s % d and known is not None:  # which leaves columns without an entry
             starts.append(self._drawn(compressed.shape, latest.device, latest.dtype))
         if known is not None and starts[0].error(latest) >= self.rewrite.threshold:
-            starts = [fit(start, [known], self.rewrite.threshold, self.rewrite.iterations, unseen).subspace for start in starts]
+            starts = [fit(start, known, self.rewrite.threshold, self.rewrite.iterations, unseen) for start in starts]
         found = min(starts, key=lambda start: start.error(latest))
         found, error = self.ranks.same((found, found.error(latest)), CHECKING)  # rounding is not the same everywhere
         if error < compressed.error:

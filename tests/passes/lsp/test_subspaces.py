@@ -47,9 +47,9 @@ def test_projectors_are_compared_at_the_first_step_and_then_so_often(monkeypatch
 def test_a_check_fits_to_several_batches_and_compares_with_one_that_they_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     fitted: list[tuple[int, Tensor]] = []
 
-    def recording(start: Subspace, gradients: list[Tensor], *a: Any) -> Any:
-        fitted.append((opt.states["lsp"].steps, gradients[0]))
-        return fit(start, gradients, *a)
+    def recording(start: Subspace, gradient: Tensor, *a: Any) -> Any:
+        fitted.append((opt.states["lsp"].steps, gradient))
+        return fit(start, gradient, *a)
 
     monkeypatch.setattr("graphopt.passes.lsp.subspaces.fit", recording)
     model, opt, optimizer = made(lsp={"check_every": 5, "batches": 3, "threshold": 1e-3, "iterations": 20})
