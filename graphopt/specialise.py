@@ -16,22 +16,16 @@ from graphopt.graph import TrainingGraph
 
 def concrete_inputs(graph: TrainingGraph, batch_size: int, fake_mode: object) -> list[Any]:
     """Fake tensors and numbers for every placeholder of `graph`, with `B` set to `batch_size`."""
-    tensors: list[Any] = []
     with fake_mode:  # type: ignore[attr-defined]
-        for node in graph.placeholders:
-            value = node.meta.get("val")
-            if not isinstance(value, Tensor):
-                tensors.append(graph.at(value, batch_size) if isinstance(value, torch.SymInt) else value)
-                continue
-            tensors.append(
-                torch.empty_strided(
-                    [graph.at(s, batch_size) for s in value.shape],
-                    [graph.at(s, batch_size) for s in value.stride()],
-                    dtype=value.dtype,
-                    device=value.device,
-                )
-            )
-    return tensors
+        return [concrete(graph, node.meta.get("val"), batch_size) for node in graph.placeholders]
+
+
+def concrete(graph: TrainingGraph, value: Any, batch_size: int) -> Any:
+    """An empty tensor like one of `graph`, or a number of it, with `B` set to `batch_size`."""
+    if not isinstance(value, Tensor):
+        return graph.at(value, batch_size) if isinstance(value, torch.SymInt) else value
+    shape, strides = ([graph.at(s, batch_size) for s in sizes] for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
 def specialise(graph: TrainingGraph, batch_size: int, decompose: bool = False) -> TrainingGraph:

@@ -6,6 +6,7 @@ by the bytes that pass, not by modules or names.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
@@ -94,7 +95,7 @@ def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
     results = set(graph.forward_results())
     first_read: dict[str, int] = {}
     for node, name in graph.parameter_nodes().items():
-        readers = [segment_of[u] for u in _readers(node, forward) if u in segment_of]
+        readers = [segment_of[u] for u in node.users if u in forward and u in segment_of]
         first_read[name] = min([*readers, first_read.get(name, len(ends) - 1)])
     found = []
     for index, end in enumerate(ends):
@@ -188,11 +189,7 @@ def _passing(graph: TrainingGraph, nodes: Sequence[fx.Node], forward: set[fx.Nod
             size = graph.bytes_of(node.meta.get("val"))
             changes[position[node] + 1] += size
             changes[last[node] + 1] -= size
-    running, total = [], 0
-    for change in changes[: len(nodes)]:
-        total += change
-        running.append(total)
-    return running
+    return list(itertools.accumulate(changes[: len(nodes)]))
 
 
 def _running_total(graph: TrainingGraph, nodes: Sequence[fx.Node], saved: dict[fx.Node, int]) -> list[int]:
@@ -221,8 +218,3 @@ def _gives_the_same_again(node: fx.Node) -> bool:
         random = torch.Tag.nondeterministic_seeded in node.target.tags
         return node.target.namespace in _TORCHS_OWN and not random and not is_in_place(node.target)
     return not isinstance(node.meta.get("val"), (Tensor, tuple, list))  # arithmetic of sizes
-
-
-def _readers(node: fx.Node, forward: set[fx.Node]) -> list[fx.Node]:
-    """Nodes of the forward that read a parameter."""
-    return [u for u in node.users if u in forward]

@@ -60,13 +60,11 @@ def planning_graph(
         try:
             with stage("capture"):
                 recording = record(model, args, kwargs, batch_dim, reason)
-        except NothingToPlan as second:
-            if not runs(model, args, kwargs):
-                raise error from second
-            raise second from error
         except Exception as second:
             if not runs(model, args, kwargs):
                 raise error from second
+            if isinstance(second, NothingToPlan):
+                raise second from error
             raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
         forget_frames(error)
     untraced = left_to_eager_mode(model, recording.graph)

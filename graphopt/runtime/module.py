@@ -87,17 +87,11 @@ class OptimizedModule(PlannedModule):
 
     def start_techniques(self) -> None:
         """Make what techniques keep while training goes on; `optimize` does it."""
-        for rewrite in self._plan.passes:
-            self._keep(rewrite.name, technique(rewrite).start(self))
-        for name, kind in BY_NAME.items():
-            if all(p.name != name for p in self._plan.passes):
-                self._keep(name, kind.stand_in(self))
-        self._keep("traffic", Traffic(self) if is_sharded(self._model) else None)
-        self._keep("same step", SameStep(self) if self._ranks.several and is_parallel(self._model) else None)
-
-    def _keep(self, name: str, state: State | None) -> None:
-        if state is not None:
-            self.states[name] = state
+        kept: dict[str, State | None] = {p.name: technique(p).start(self) for p in self._plan.passes}
+        kept |= {name: kind.stand_in(self) for name, kind in BY_NAME.items() if name not in kept}
+        kept["traffic"] = Traffic(self) if is_sharded(self._model) else None
+        kept["same step"] = SameStep(self) if self._ranks.several and is_parallel(self._model) else None
+        self.states.update((name, state) for name, state in kept.items() if state is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the model's, for gradients that a technique keeps elsewhere, too."""

@@ -117,7 +117,8 @@ def select_anew(
     except (BudgetError, ImportanceError, PassError, torch.OutOfMemoryError) as error:
         return _kept(error, start)
     seconds = time.perf_counter() - start
-    better, gain = found if not now.ranks.several else _of_rank_0(now, found)
+    changed, gain = now.ranks.same((found[0] is not None, found[1]), WHAT)
+    better = plan_of_rank_0(found[0] or now.plan, now.ranks, now.plan.passes, WHAT) if changed else None
     return Reselection(better is not None, gain, seconds), None if better is None else NewPlan(better, graph, profile)
 
 
@@ -155,12 +156,6 @@ def _limit(now: InForce, batch: Any) -> tuple[FlopsLimit, tuple[Any, ...], dict[
     graph = now.captured(args, kwargs)
     profile = now.profile if graph is now.graph else flop_profile(graph)
     return FlopsLimit(now.plan, graph, profile), args, kwargs
-
-
-def _of_rank_0(now: InForce, found: tuple[Plan | None, float]) -> tuple[Plan | None, float]:
-    """What rank 0 has found."""
-    changed, gain = now.ranks.same((found[0] is not None, found[1]), WHAT)
-    return (plan_of_rank_0(found[0] or now.plan, now.ranks, now.plan.passes, WHAT) if changed else None), gain
 
 
 def _better(

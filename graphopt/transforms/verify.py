@@ -13,7 +13,7 @@ from graphopt import compat
 from graphopt.compat import pytree
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
-from graphopt.specialise import concrete_inputs
+from graphopt.specialise import concrete, concrete_inputs
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of what is read off sizes, or off tensors."""
@@ -76,10 +76,7 @@ def _recorded(graph: TrainingGraph, value: Any) -> Any:
     """What a known node gives: an empty tensor, or a number that no shape depends on."""
     if isinstance(value, (torch.SymFloat, torch.SymBool)):
         return 1.0 if isinstance(value, torch.SymFloat) else True  # read off a tensor, which has no memory here
-    if isinstance(value, torch.SymInt):
-        return graph.at(value, graph.batch_size)
-    shape, strides = ([graph.at(s, graph.batch_size) for s in sizes] for sizes in (value.shape, value.stride()))
-    return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+    return concrete(graph, value, graph.batch_size)
 
 
 def _known(node: fx.Node, earlier: Mapping[str, fx.Node]) -> bool:

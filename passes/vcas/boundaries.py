@@ -6,6 +6,7 @@ outputs' gradients to the parameters' gradients, chosen between blocks that repe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -232,12 +233,7 @@ def longest_run(kinds: Sequence[object]) -> tuple[int, int, int] | None:
 
 def _common_name(names: Sequence[str]) -> str:
     """The longest path of modules that all `names` share, else the first name."""
-    parts = [name.split(".")[:-1] for name in names]
-    shared = []
-    for position in zip(*parts, strict=False):
-        if len(set(position)) > 1:
-            break
-        shared.append(position[0])
+    shared = os.path.commonprefix([name.split(".")[:-1] for name in names])  # noqa: RUF071  of lists
     return ".".join(shared) or (names[0] if names else "input")
 
 
