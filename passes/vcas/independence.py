@@ -50,6 +50,9 @@ def why_not_separable(graph: TrainingGraph, tensors: Mapping[str, Tensor], input
     """
     if not graph.symbolic:
         return f"the batch is not symbolic: {graph.static_reason}"
+    added = next((d.target for d in graph.inputs if d.kind == "input" and not isinstance(d.target, int)), None)
+    if added is not None:
+        return f"the step has an input of torch's own ({added}), as of checks in torch.linalg.cholesky; cholesky_ex has none"
     try:
         graph = for_loss_alone(graph)
         boundaries = find_boundaries(graph)

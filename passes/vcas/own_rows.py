@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphopt.analysis.batch_dims import batch_dim, elements_before
+from graphopt.analysis.batch_dims import batch_dim, carries_batch, elements_before
 from graphopt.analysis.row_rules import VIEWS
 from graphopt.compat import OpOverload
 from graphopt.errors import PassError
@@ -21,6 +21,9 @@ from graphopt.graph import TrainingGraph
 aten = torch.ops.aten
 
 _RANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+
+_MAX = 2
+"""Mode of a bag of embeddings in which its backward goes by which row was largest, and not by the numbers of bags."""
 
 _SHAPED = frozenset({
     *VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default, aten.t.default, aten.transpose.int,
@@ -40,9 +43,10 @@ def with_own_rows(
     Raises:
         PassError: numbers that may be those of other samples.
     """
-    names = [a.name for a in node.target._schema.arguments[:3]] if isinstance(node.target, OpOverload) else []
+    names = [a.name for a in node.target._schema.arguments] if isinstance(node.target, OpOverload) else []
+    _require_no_other_numbers(graph, node, names, whole)
     several = names[:2] == ["self", "indices"] and isinstance(node.args[1], Sequence)
-    if not several and names != ["self", "dim", "index"]:
+    if not several and names[:3] != ["self", "dim", "index"]:
         return node.args
     arguments: list[Any] = list(node.args)
     picked = whole[arguments[0]]
@@ -62,6 +66,20 @@ def with_own_rows(
     elif arguments[1] % picked.dim() == rows.dim and isinstance(arguments[2], fx.Node):
         arguments[2] = _renumbered(graph, node, arguments[2], picked.shape[rows.dim], renumber)
     return tuple(arguments)
+
+
+def _require_no_other_numbers(graph: TrainingGraph, node: fx.Node, names: Sequence[str], whole: Mapping[fx.Node, Any]) -> None:
+    """Refuse what numbers rows in a way that is not followed: kernels may read and write outside of tensors with fewer rows."""
+    given = dict(zip(names, node.args, strict=False))
+    if names[:2] == ["self", "index"] and carries_batch(graph, whole[node.args[0]]):  # type: ignore[index]
+        remedy = "give indices of its dimensions, that of samples by torch.arange(batch size)"
+    elif isinstance(given.get("num_weights"), fx.Node):
+        remedy = "index it by torch.arange(batch size) instead of F.embedding"
+    elif "offset2bag" in given and given.get("mode") != _MAX:
+        remedy = "sum or average what nn.Embedding gives"
+    else:
+        return
+    raise PassError(f"{node.target} numbers rows of the batch in another way than is followed: {remedy}.")
 
 
 def _renumbered(

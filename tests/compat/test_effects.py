@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphopt.passes import Vcas
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -93,6 +94,31 @@ def test_what_is_computed_again_is_beside_such_operators() -> None:
     opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=int(0.7 * free)), backend="aot_eager")
     assert "recompute" in str(opt.report)
     opt(x).backward()
+
+
+class Whitened(nn.Module):
+    """Samples whose tokens are each made independent of the others."""
+
+    def __init__(self, checked: bool) -> None:
+        super().__init__()
+        self.checked, self.first, self.second, self.head = checked, nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.tanh(self.second(torch.tanh(self.first(x))))
+        spread = z.transpose(1, 2) @ z + torch.eye(4)
+        factor = torch.linalg.cholesky(spread) if self.checked else torch.linalg.cholesky_ex(spread).L
+        return self.head(torch.linalg.solve_triangular(factor, z.transpose(1, 2), upper=False).mean(-1)).square().mean()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_step_with_such_operators_is_not_sampled_and_says_what_to_do(checked: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Whitened(checked), torch.randn(6, 5, 3)
+    opt = graphopt.optimize(model, (x,), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
+    opt(x).backward()
+    assert opt.last_step is not None
+    assert (opt.last_step.sampled_part == 1) is checked
+    assert ["cholesky_ex has none" in note for note in opt.report.notes] == [True] * checked
 
 
 def test_results_of_an_operator_with_an_effect_are_used() -> None:

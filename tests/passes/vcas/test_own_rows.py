@@ -160,6 +160,8 @@ NOT_OWN: dict[str, tuple[Pool, str]] = {
     "of twice as many": (lambda h, _: h.flatten(0, 1)[torch.arange(len(h) * LENGTH)[: len(h)]], "index_put"),
     "gathered": (lambda h, at: h.gather(0, at[:, None, None].clamp(max=1).expand_as(h)), "scatter_add"),
     "selected": (lambda h, at: h.index_select(0, at.clamp(max=1)), "index_add"),
+    "taken": (lambda h, at: h.take((numbers(h) * LENGTH + at)[:, None] * 5 + torch.arange(5)), "put"),
+    "looked up": (lambda h, at: nn.functional.embedding(numbers(h) * LENGTH + at, h.flatten(0, 1)), "embedding_dense_backward"),
 }  # fmt: skip
 
 
@@ -168,3 +170,27 @@ def test_samples_that_may_be_others_are_refused_with_what_to_do(name: str) -> No
     pool, operator = NOT_OWN[name]
     with pytest.raises(PassError, match=rf"cannot be sampled: aten.{operator}.* torch.arange\(batch size\)"):
         graphopt.optimize(Pooled(pool), batch(), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
+
+
+class Bags(nn.Module):
+    """A classifier of bags of words."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags = nn.EmbeddingBag(9, 5, mode=mode)
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 2)
+        self.double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.layer(torch.tanh(self.bags(ids))))).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_bags_of_embeddings_are_refused_before_their_kernel_reads_outside_of_the_rows_that_are_left(mode: str) -> None:
+    with pytest.raises(PassError, match=r"cannot be sampled: aten._embedding_bag.* average what nn.Embedding gives"):
+        graphopt.optimize(Bags(mode), (tokens(BATCH, 4) % 9,), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
+
+
+def test_the_largest_of_bags_goes_by_rows_of_the_table() -> None:
+    assert_unbiased_at_all_boundaries(Bags("max"), (tokens(BATCH, 4) % 9,))
