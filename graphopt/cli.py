@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from importlib import metadata
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from graphopt.bench.commands import bench_app
 from graphopt.cli_options import (
@@ -25,7 +23,9 @@ from graphopt.cli_options import (
     at_work,
     check_picture,
     checked_optimizer,
+    json_text,
     make_folder_of,
+    plain_console,
 )
 from graphopt.errors import GraphoptError, InputError
 
@@ -91,9 +91,9 @@ def analyze(
         if plot is not None:
             plot_timeline(profile, plot, title)
         if as_json:
-            print(json.dumps({"model": model, **memory_dict(profile, top)}, indent=1))
+            print(json_text({"model": model, **memory_dict(profile, top)}))
         else:
-            show_memory(profile, Console(), title, top)
+            show_memory(profile, plain_console(), title, top)
         return
     from graphopt.report.flops import show_flops
 
@@ -104,10 +104,10 @@ def analyze(
         figures = {"forward": flops.forward, "backward": flops.backward, "step": flops.step}
         columns = ("name", "shape", "weight_grad_flops", "input_grad_flops")
         tensors = [{column: getattr(row, column) for column in columns} for row in shown]
-        print(json.dumps({"model": model, "batch": flops.batch_size, "cost": cost, **figures, "tensors": tensors}, indent=1))
+        print(json_text({"model": model, "batch": flops.batch_size, "cost": cost, **figures, "tensors": tensors}))
         return
     title = f"{model}, batch {flops.batch_size}: GFLOPs of one step (2 per multiply-add), cost={cost}"
-    show_flops(flops, shown, Console(), title)
+    show_flops(flops, shown, plain_console(), title)
 
 
 @app.command()
@@ -152,9 +152,9 @@ def plan(
         largest = profile.at(max(1, found.batch_size))
         plot_timeline(largest, plot, f"{model}, batch {largest.batch_size}, one device", found.capacity_bytes)
     if as_json:
-        print(json.dumps({"model": model, **asdict(found)}, indent=1))
+        print(json_text({"model": model, **asdict(found)}))
     else:
-        show_plan(found, Console())
+        show_plan(found, plain_console())
 
 
 @app.command()
@@ -182,7 +182,7 @@ def fit(
         loaded, inputs = load(model, batch, length, weights=False)
         found = find(loaded, inputs, gpu, optimizer=states, backend=backend, lora=lora)
     if as_json:
-        print(json.dumps({"model": model, **asdict(found)}, indent=1))
+        print(json_text({"model": model, **asdict(found)}))
     else:
         print(found)
     raise typer.Exit(0 if found.fits else 1)
@@ -212,7 +212,7 @@ def pareto(
 
     check_picture(plot)
     states = checked_optimizer(optimizer)
-    with Progress(console=Console(stderr=True), disable=quiet) as bar:
+    with Progress(console=plain_console(stderr=True), disable=quiet) as bar:
         loaded, inputs = load(model, batch, length, weights=False)
         task = bar.add_task("planning", total=STEPS**2)
         points = find(loaded, inputs, backend=backend, optimizer=states, advance=lambda: bar.advance(task))
@@ -222,10 +222,10 @@ def pareto(
         plot_points(points, plot, f"{model}, batch {samples}: plans of which none is worse in everything")
     if as_json:
         found = {"plans": list(map(asdict, points)), "flops": list(map(asdict, curve)), "cliffs": cliffs(curve)}
-        print(json.dumps(found, indent=1))
+        print(json_text(found))
     else:
-        show_points(points, Console())
-        show_worth(curve, Console())
+        show_points(points, plain_console())
+        show_worth(curve, plain_console())
 
 
 @app.command()
@@ -264,7 +264,7 @@ def optimize(
     limits = graphopt.Budget(flops=flops, memory=memory, variance=variance)
     named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
     compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
-    states = checked_optimizer(optimizer)
+    states = checked_optimizer(optimizer, takes_steps=not compresses)
     make_folder_of(out / "report.json")
     with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
@@ -278,11 +278,9 @@ def optimize(
         del stepping  # without which compressed gradients have nowhere to go
         files = opt.dump(out)
     if as_json:
-        print(json.dumps(opt.report.to_dict(), indent=1))
+        print(json_text(opt.report.to_dict()))
         return
-    console = Console()
-    console.print(str(opt.report), highlight=False)
-    console.print(f"wrote {len(files)} files to {out}")
+    plain_console().print(f"{opt.report}\nwrote {len(files)} files to {out}", highlight=False)
 
 
 @app.command()
@@ -346,5 +344,6 @@ def main() -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"graphopt: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # there is none where a group of commands without one has printed its help
+        print(f"graphopt: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from graphopt.errors import InputError
 from graphopt.report.progress import stages_told
@@ -26,6 +30,16 @@ CompiledBackend = Annotated[Compiled, typer.Option(help="How steps are compiled,
 Optimizer = Annotated[str, typer.Option(help="Whose states: sgd, momentum, adam, adamw, adamw8bit, ..., or none.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing of what is being done, and how long it takes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def plain_console(stderr: bool = False) -> Console:
+    """Where tables go. Names of users' modules and files are printed as they are: brackets and colons in them mean nothing."""
+    return Console(stderr=stderr, markup=False, emoji=False)
+
+
+def json_text(values: Any) -> str:
+    """JSON of plain values; null where a number is infinite or none, which JSON cannot say."""
+    return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), indent=1)
 
 
 @contextlib.contextmanager
@@ -47,13 +61,15 @@ def make_folder_of(file: Path | None) -> None:
     """Make the folder that a file is to be written to, before the work whose result it is.
 
     Raises:
-        InputError: it cannot be made, or the file is a folder.
+        InputError: it cannot be made, nothing can be written there, or the file is a folder.
     """
     if file is not None and file.is_dir():
         raise InputError(f"cannot write {file}: it is a folder. Name a file in it.")
     try:
-        if file is not None:
+        if file is not None and not os.access(file, os.W_OK):
             file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=file.parent) if not file.exists() else file.open("ab"):
+                pass
     except OSError as error:
         raise InputError(f"cannot write {file}: {error}") from error
 
@@ -76,10 +92,14 @@ def check_picture(file: Path | None) -> None:
     make_folder_of(file)
 
 
-def checked_optimizer(optimizer: str) -> str | None:
-    """The name of an optimizer as the functions take it; an unknown one is refused before anything is loaded."""
-    from graphopt.analysis.optimizers import check_optimizer
+def checked_optimizer(optimizer: str, takes_steps: bool = False) -> str | None:
+    """The name of an optimizer as the functions take it; one that will not do is refused before anything is loaded."""
+    import torch
+
+    from graphopt.analysis.optimizers import check_optimizer, named_optimizer
 
     name = None if optimizer == "none" else optimizer
     check_optimizer(name)
+    if takes_steps and name is not None:
+        named_optimizer(name, torch.device("cpu"))
     return name

@@ -127,8 +127,10 @@ def named_optimizer(name: str, device: torch.device) -> OptimizerFactory:
     """The torch.optim optimizer that a name stands for.
 
     Raises:
-        InputError: an unknown name.
+        InputError: an unknown name, or that of an optimizer whose memory alone is known.
     """
+    if name in _EIGHT_BIT:
+        raise InputError(f"{name} is not in torch, and its memory alone is known: use one of {', '.join(_FACTORIES)} for a step.")
     return _factory(name, device)[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from graphopt.cli_options import AsJson, CompiledBackend, make_folder_of
+from graphopt.cli_options import AsJson, CompiledBackend, json_text, make_folder_of, plain_console
+from graphopt.errors import InputError
 
 bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
 
@@ -134,7 +134,7 @@ def bench_gpu(repeats: Repeats = 15, models: Models = "", out: Folder = Path("ou
     """Steps of llama, lora, bert and vit on a GPU under every kind of plan, against torch.compile: time and peak memory."""
     from graphopt.bench import gpu
 
-    _measure(lambda console: gpu.run(_listed(models), repeats, out, console), gpu.show, None, as_json)
+    _measure(lambda console: gpu.run(_listed(models), repeats, out, console), gpu.show, None, as_json, out)
 
 
 @bench_app.command("distributed")
@@ -173,7 +173,7 @@ def bench_suite(
     settings = suite.Settings(
         tuple(_listed(tasks) or SMALL), tuple(_listed(ways) or ()), steps, seeds, time, threads, backend, keep_compiled
     )
-    _measure(lambda console: suite.run(settings, out, console), suite.show, None, as_json)
+    _measure(lambda console: suite.run(settings, out, console), suite.show, None, as_json, out)
 
 
 @bench_app.command("selection")
@@ -194,12 +194,12 @@ def bench_selection(
 
     settings = selection.Settings(
         tuple(_listed(tasks) or SMALL),
-        tuple(map(float, flops.split(","))),
+        _numbers(flops),
         tuple(_listed(rules) or (*RULES, "full")),
         steps,
         seeds,
     )
-    _measure(lambda console: selection.run(settings, out, jobs, console), selection.show, None, as_json)
+    _measure(lambda console: selection.run(settings, out, jobs, console), selection.show, None, as_json, out)
 
 
 @bench_app.command("trials")
@@ -224,7 +224,7 @@ def bench_breadth(
     """Many tiny models: whether each trains as it does in eager mode and by torch.compile, within 0.7 of the FLOPs."""
     from graphopt.bench import breadth
 
-    _measure(lambda console: breadth.run(_listed(cases), out, jobs, console, timeout), breadth.show, None, as_json)
+    _measure(lambda console: breadth.run(_listed(cases), out, jobs, console, timeout), breadth.show, None, as_json, out)
 
 
 @bench_app.command("operators")
@@ -239,7 +239,9 @@ def bench_operators(
     """torch's own operators and modules: whether each trains as it does in eager mode and by torch.compile."""
     from graphopt.bench import operators
 
-    _measure(lambda console: operators.run(_listed(cases), samples, out, jobs, console, timeout), operators.show, None, as_json)
+    _measure(
+        lambda console: operators.run(_listed(cases), samples, out, jobs, console, timeout), operators.show, None, as_json, out
+    )
 
 
 @bench_app.command("loops")
@@ -249,7 +251,7 @@ def bench_loops(
     """Training loops of other libraries: whether each trains as without graphopt, within 0.7 of the FLOPs."""
     from graphopt.bench import loops
 
-    _measure(lambda console: loops.run(_listed(cases), out, jobs, console, timeout), loops.show, None, as_json)
+    _measure(lambda console: loops.run(_listed(cases), out, jobs, console, timeout), loops.show, None, as_json, out)
 
 
 @bench_app.command("overhead")
@@ -266,21 +268,37 @@ def bench_overhead(
 
 
 def _listed(text: str) -> list[str] | None:
-    return text.split(",") if text else None
+    return [name.strip() for name in text.split(",") if name.strip()] or None
 
 
-def _measure(run: Callable[[Console], Any], show: Callable[[Any, Console], None], out: Path | None, as_json: bool) -> None:
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, _listed(text) or ()))
+    except ValueError as error:
+        raise InputError(f"{text!r} must be numbers with commas, such as 0.5,0.7.") from error
+
+
+def _measure(
+    run: Callable[[Console], Any],
+    show: Callable[[Any, Console], None],
+    out: Path | None,
+    as_json: bool,
+    folder: Path | None = None,
+) -> None:
     """Run a benchmark, write its results to `out` as JSON, if asked, and print them as JSON or as a table.
 
+    Args:
+        folder: in which the benchmark keeps results.
     Raises:
-        InputError: the folder of `out` cannot be made; nothing was run.
+        InputError: nothing can be written to `out` or `folder`; nothing was run.
     """
     make_folder_of(out)
-    results = run(Console(stderr=True))
-    text = json.dumps(results, indent=1)
+    make_folder_of(None if folder is None else folder / "results")
+    results = run(plain_console(stderr=True))
+    text = json_text(results)
     if as_json:
         print(text)
     else:
-        show(results, Console())
+        show(results, plain_console())
     if out is not None:
         out.write_text(text + "\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -205,8 +206,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/glosses"))
     parser.add_argument("--resume", action="store_true", help="keep the runs that are finished in --out")
     args = parser.parse_args(argv)
-    if args.steps < 1 or (args.seconds is not None and args.seconds <= 0):
-        parser.error("--steps and --seconds must be positive")
+    numbers = ("steps", "seconds", "batch", "length", "lr", "budget_lr", "evaluate", "validation_rows")
+    for name in numbers:
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be positive")
+    graphopt.Budget(flops=args.budget)  # says what is wrong before the run in full is over
 
     console, results = Console(), run_every(args, fine_tune)
     plot(results, args.out / "curves.png", "MiniLM-L6 on WordNet glosses: full training against a budget of FLOPs")

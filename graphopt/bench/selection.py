@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
+import graphopt
 from graphopt.bench.cases import append_row, chosen
 from graphopt.bench.selection_run import RESULTS, RULES, Run, finished, train
 from graphopt.bench.selection_tasks import TASKS, load
@@ -57,11 +58,13 @@ class Settings:
     seeds: int
 
     def check(self) -> None:
-        """See that everything named exists; raises `InputError`."""
+        """See that everything named exists; raises `InputError`, or `BudgetError` for FLOPs that are no fraction."""
         for kind, names, known in (("task", self.tasks, TASKS), ("rule", self.rules, {**RULES, "full": None})):
             chosen(kind, names, known)
             if len(set(names)) < len(names):
                 raise InputError(f"a {kind} is named twice: {', '.join(names)}.")
+        for flops in self.flops:
+            graphopt.Budget(flops=flops)
 
 
 def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[str, Any]:
@@ -73,11 +76,11 @@ def run(settings: Settings, folder: Path, jobs: int, console: Console) -> dict[s
         InputError: an unknown task or rule, or a file that holds something else.
     """
     settings.check()
+    file = folder / RESULTS
+    results = finished(file)
     starts = {task: load(task, folder) for task in settings.tasks}  # pre-trains once, before there are many processes
     rates = {task: found.rate for task, found in starts.items()}
     steps = {task: settings.steps or found.steps for task, found in starts.items()}
-    file = folder / RESULTS
-    results = finished(file)
     context = multiprocessing.get_context("spawn")
     with Progress(console=console) as bar, ProcessPoolExecutor(jobs, mp_context=context) as pool:
         task = bar.add_task("fine-tuning")

@@ -68,12 +68,12 @@ def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
         InputError: an unknown task or way, or a file that holds something else.
         GraphoptError: a run failed.
     """
-    tasks = {name: load(name, folder) for name in chosen("task", settings.tasks, TASKS)}
     chosen("way", settings.ways, WAYS)
-    rates = {name: task.rate for name, task in tasks.items()}
-    steps = {name: settings.steps or task.steps for name, task in tasks.items()}
     file = folder / RESULTS
     results = finished(file)
+    tasks = {name: load(name, folder) for name in chosen("task", settings.tasks, TASKS)}
+    rates = {name: task.rate for name, task in tasks.items()}
+    steps = {name: settings.steps or task.steps for name, task in tasks.items()}
     with Progress(console=console) as bar:
         while (wanted := next(missing(settings, results, rates, steps), None)) is not None:
             line = bar.add_task(f"{wanted.task}, {wanted.way}, {wanted.rate:g}", total=None)

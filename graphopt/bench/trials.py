@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.progress import Progress
 from scipy.stats import spearmanr
 
+from graphopt.bench.cases import chosen
 from graphopt.bench.selection_run import RESULTS, finished
-from graphopt.bench.selection_tasks import Batch, Task, batches, evaluate, load, rows
+from graphopt.bench.selection_tasks import TASKS, Batch, Task, batches, evaluate, load, rows
 from graphopt.bench.tables import table
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
@@ -52,9 +53,11 @@ def run(task: str, flops: float, rate: float, folder: Path, console: Console) ->
     """
     quiet_transformers()
     torch.set_num_threads(1)
-    found = load(task, folder)
-    ends = finished_sets(finished(folder / RESULTS), task, flops, found.steps)
-    if len(ends) < 3:
+    chosen("task", [task], TASKS)
+    runs = [r for r in finished(folder / RESULTS) if (r["task"], r["flops"]) == (task, flops)]
+    found = load(task, folder) if runs else None  # it pre-trains
+    ends = [] if found is None else finished_sets(runs, task, flops, found.steps)
+    if found is None or len(ends) < 3:
         raise InputError(
             f"{folder / RESULTS} has {len(ends)} sets trained on {task} within flops={flops}: run graphopt bench selection."
         )

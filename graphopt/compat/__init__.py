@@ -39,6 +39,7 @@ from graphopt.compat.dynamo import is_compile_error as is_compile_error
 from graphopt.compat.fakes import (
     call_knowing_values as call_knowing_values,
     expression as expression,
+    failures_raised_alone as failures_raised_alone,
     fake_copy as fake_copy,
     fake_like as fake_like,
     fake_mode_of as fake_mode_of,

@@ -24,7 +24,7 @@ from graphopt.errors import (
     forget_frames,
 )
 from graphopt.frontend.eager_parts import left_to_eager_mode
-from graphopt.frontend.recording import Recording, record, runs
+from graphopt.frontend.recording import Recording, record, trains
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass
 from graphopt.passes.technique import technique
@@ -49,7 +49,7 @@ def planning_graph(
     """
     require_plannable(model)
     try:
-        with stage("capture"):
+        with stage("capture"), compat.failures_raised_alone():
             return trace(), None
     except (BudgetError, PassError, ImportanceError, TorchVersionError):
         raise
@@ -58,10 +58,10 @@ def planning_graph(
             raise
         reason = first_line(error)
         try:
-            with stage("capture"):
+            with stage("capture"), compat.failures_raised_alone():
                 recording = record(model, args, kwargs, batch_dim, reason)
         except Exception as second:
-            if not runs(model, args, kwargs):
+            if isinstance(error, BatchError) or not trains(model, args, kwargs):
                 raise error from second
             if isinstance(second, NothingToPlan):
                 raise second from error

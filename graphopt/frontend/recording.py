@@ -139,16 +139,22 @@ def _forward_alone(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.
     return (forward, results) if any(node_flops(node) for node in forward.graph.nodes if node.op == "call_function") else None
 
 
-def runs(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a model runs on these inputs in eager mode, and returns something that can be differentiated."""
+def trains(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model returns on these inputs, in eager mode, something that can be differentiated.
+
+    Raises:
+        CaptureError: it does not run on them.
+    """
     inputs = flatten_call(args, kwargs).tensors
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
     try:
         with unchanged_draws(inputs), _without_side_effects(model) as running, torch.enable_grad():
             output = running(*args, **kwargs)
     except Exception as error:
-        logger.debug("the model does not run", exc_info=error)
-        return False
+        raise CaptureError(
+            f"the model itself fails on the example inputs, in eager mode, too: {first_line(error)}. Remedy: pass a batch that "
+            "it takes, or mend forward()."
+        ) from error
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(output))
 
 

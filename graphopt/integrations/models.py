@@ -43,13 +43,13 @@ def _from_factory(name: str, weights: bool) -> tuple[nn.Module, Any]:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in [*module_name.split("."), attribute]):
         raise InputError(f"{name!r} is not of the form package.module:factory.")
-    sys.path.insert(0, os.getcwd())  # as `python -m` has it, and the installed command has not
+    folder = os.getcwd()
+    if sys.path[:1] not in ([""], [folder]):
+        sys.path.insert(0, folder)  # as `python -m` has it, and the installed command has not; functions can import, too
     try:
         factory = getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # whatever the module does when it is imported
         raise InputError(f"cannot import {name!r}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(os.getcwd())
     try:
         made = factory() if callable(factory) else factory
     except GraphoptError:

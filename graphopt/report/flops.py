@@ -18,7 +18,7 @@ def show_flops(flops: FlopProfile, shown: Sequence[TensorFlops], console: Consol
     """
     table = Table(title=title)
     for column in ("tensor", "shape", "own gradient (t_dw)", "passing it on (t_dy)"):
-        table.add_column(column, justify="left" if column == "tensor" else "right")
+        table.add_column(column, justify="left" if column == "tensor" else "right", overflow="fold")
     for r in shown:
         shape = "x".join(map(str, r.shape))
         table.add_row(r.name, shape, f"{r.weight_grad_flops / 1e9:,.3f}", f"{r.input_grad_flops / 1e9:,.3f}")
