@@ -39,7 +39,7 @@ accelerate.utils.memory.gc = SimpleNamespace(collect=lambda: 0)  # twice for eac
 
 
 def all_imported() -> None:
-    """Modules are not looked through, and graphs, of which there is always a lot, rarely."""
+    """Modules are not looked through, and graphs, of which there is always a lot, rarely: most go without a collection."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(300_000, 20, 20)
     gc.enable()

@@ -6,10 +6,11 @@ forms, are those of the installed release. 8-bit optimizers and master weights f
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +76,22 @@ class Trained:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Makes an optimizer like one that was given or named; those of the same kind and text hold the same memory."""
+
+    kind: Callable[..., torch.optim.Optimizer]
+    text: str
+    options: Mapping[str, Any] = field(compare=False)
+
+    @classmethod
+    def of(cls, kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> _Alike:
+        return cls(kind, f"{options} {torch.get_default_dtype()}", options)  # which counts of steps may be in
+
+    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return self.kind(parameters, **self.options)
+
+
 def optimizer_names() -> str:
     """The names that are accepted, for messages."""
     forms = ", ".join(f"-{form}" for form in _FORMS)
@@ -115,7 +132,8 @@ def optimizer_memory(
     else:
         name, factory = _factory(optimizer, device)
         # All gradients are compressed, say: torch's optimizers refuse to hold nothing.
-        found = _recorded(name, factory, parameters, device) if parameters else OptimizerMemory(name)
+        record = _recorded_once if isinstance(factory, _Alike) else _recorded
+        found = record(name, factory, tuple(parameters), device) if parameters else OptimizerMemory(name)
     shift = len(masters)
     operators = (*(f"float32 gradient of {p}" for p, _, _ in masters), *found.operators)
     upcast = [Temporary(operators[i], (), "torch.float32", size, i, len(operators) - 1) for i, (_, _, size) in enumerate(masters)]
@@ -144,7 +162,7 @@ def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactor
             for name, value in optimizer.defaults.items()
             if every or name in known  # AdamW's hold an option of Adam's
         }
-        return kind.__name__, lambda p: kind(p, **defaults)
+        return kind.__name__, _Alike.of(kind, defaults)
     if callable(optimizer):
         return getattr(optimizer, "__name__", "optimizer"), optimizer
     base, _, form = optimizer.partition("-") if isinstance(optimizer, str) else ("", "", "")
@@ -152,10 +170,10 @@ def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactor
         raise InputError(f"unknown optimizer {optimizer!r}: use {optimizer_names()}.")
     form = form or ("foreach" if device.type == "cuda" else "loop")
     options = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}[form]
-    return optimizer, lambda p: _FACTORIES[base](p, **options)
+    return optimizer, _Alike.of(_FACTORIES[base], options)
 
 
-def _recorded(name: str, factory: OptimizerFactory, parameters: Sequence[Trained], device: torch.device) -> OptimizerMemory:
+def _recorded(name: str, factory: OptimizerFactory, parameters: tuple[Trained, ...], device: torch.device) -> OptimizerMemory:
     """The second step of a real optimizer on fake parameters; the first one makes the states."""
     with compat.new_fake_mode():
         fakes = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)) for p in parameters]
@@ -187,6 +205,10 @@ def _recorded(name: str, factory: OptimizerFactory, parameters: Sequence[Trained
             if s.size
         )
     return OptimizerMemory(name, states, tuple(recording.operators), temporaries)
+
+
+_recorded_once = functools.lru_cache(16)(_recorded)
+"""Plans within a limit differ in what they compute again, say, and not in what the optimizer holds."""
 
 
 def _eight_bit_states(parameters: Sequence[Trained], count: int) -> Iterable[tuple[str, str, int]]:

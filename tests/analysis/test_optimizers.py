@@ -75,6 +75,35 @@ def test_a_learning_rate_may_be_a_tensor_and_options_may_have_no_names() -> None
     assert momentum.states == optimizer_memory("momentum", TRAINED, CPU).states
 
 
+class Counted(torch.optim.SGD):
+    """Counts its steps."""
+
+    steps = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        Counted.steps += 1
+        super().step()
+
+
+def test_a_trial_is_made_once_for_equal_options_and_tensors() -> None:
+    momenta, found = (0.0, 0.0, 0.9, 0.0), []
+    for momentum in momenta:
+        given = Counted([nn.Parameter(torch.ones(1))], lr=0.1, momentum=momentum)
+        found.append(optimizer_memory(given, TRAINED, CPU))
+    assert Counted.steps == 4  # two of each trial
+    assert found[0] == found[1] == found[3] != found[2]
+    assert optimizer_memory(given, TRAINED[:2], CPU) != found[3]
+    steps = sum(size for _, name, size in optimizer_memory("adamw", TRAINED, CPU).states if name == "step")
+    torch.set_default_dtype(torch.float64)
+    try:
+        doubled = sum(size for _, name, size in optimizer_memory("adamw", TRAINED, CPU).states if name == "step")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert doubled == 2 * steps
+    functions = (lambda p: Counted(p, momentum=momenta[-1]), lambda p: Counted(p, momentum=momenta[2]))
+    assert [len(optimizer_memory(function, TRAINED, CPU).states) for function in functions] == [0, 3]
+
+
 def test_an_optimizer_or_a_function_is_taken_as_it_is() -> None:
     given = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.5)
     assert sum(s for *_, s in optimizer_memory(given, TRAINED, CPU).states) == 4 * sum(64 * 33 for _ in "a") + 4 * (33 + 128 * 64)

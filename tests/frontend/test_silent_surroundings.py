@@ -6,13 +6,13 @@ Most cases were found by comparing many models with eager mode; each is the smal
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import io
 import os
-import subprocess
-import sys
+import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import graphopt
+from tests.forked import ended
 from tests.frontend.stepping import BUDGETS, Two, X, assert_steps_as_in_eager, generated, plainly
 
 # What lies outside the model.
@@ -264,68 +265,73 @@ def test_models_are_freed() -> None:
     assert [reference() for reference in references] == [None] * 6
 
 
-THREADS = """
-import threading, torch, graphopt
-from torch import nn
-call, found = nn.Module.__call__, {}
-def work(width):
-    try:
-        model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5))
-        opt = graphopt.optimize(model, (torch.zeros(4, 5),), backend="aot_eager")
-        for step in range(3):
-            x = torch.randn(4 + step, 5)
-            model.zero_grad()
-            opt(x).square().sum().backward()
-            ours = [p.grad.clone() for p in model.parameters()]
-            model.zero_grad()
-            model(x).square().sum().backward()
-            torch.testing.assert_close(ours, [p.grad for p in model.parameters()])
-        found[width] = opt.counters.compilations > 0 and opt.report.notes == []
-    except BaseException as error:
-        found[width] = error
-threads = [threading.Thread(target=work, args=(width,)) for width in (6, 7)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
-assert found == {6: True, 7: True}, found
-assert nn.Module.__call__ is call
-assert not torch.is_anomaly_enabled()
-"""
-
-SHARED = """
-import copy, threading, torch, graphopt
-from torch import nn
-def made(width): return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5))
-model, found, over = made(6), [], threading.Event()
-opt = graphopt.optimize(model, (torch.zeros(4, 5),), backend="aot_eager")
-references = [copy.deepcopy(model) for _ in range(4)]  # torch can deadlock where several threads run one model in eager mode
-def work(seed):
-    generator = torch.Generator().manual_seed(seed)
-    steps = 0
-    try:
-        while steps < 20 or seed == 0 and not over.is_set():
-            x, steps = torch.randn(4, 5, generator=generator), steps + 1
-            pairs = (opt, model), (references[seed], references[seed])
-            ours, eager = (torch.autograd.grad(run(x).square().sum(), list(own.parameters())) for run, own in pairs)
-            torch.testing.assert_close(ours, eager)
-        found.append(True)
-    except BaseException as error:
-        found.append(error)
-threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]  # they call one opt, at first uncompiled
-for thread in threads: thread.start()
-for width in (7, 8):  # while one of them goes on, others are captured and compiled
-    graphopt.optimize(made(width), (torch.zeros(4, 5),), backend="aot_eager")(torch.zeros(4, 5)).sum().backward()
-over.set()
-for thread in threads: thread.join()
-assert found == [True] * 4, found
-assert opt.report.notes == [], opt.report.notes
-"""
+def layers(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 5))
 
 
-@pytest.mark.parametrize("program", [THREADS, SHARED], ids=["a model each", "one model"])
-def test_threads(program: str) -> None:
+def a_model_each() -> None:
+    call, found = nn.Module.__call__, dict[int, Any]()
+
+    def work(width: int) -> None:
+        try:
+            model = layers(width)
+            opt = graphopt.optimize(model, (torch.zeros(4, 5),), backend="aot_eager")
+            for step in range(3):
+                x = torch.randn(4 + step, 5)
+                model.zero_grad()
+                opt(x).square().sum().backward()
+                ours = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+                model(x).square().sum().backward()
+                torch.testing.assert_close(ours, [p.grad for p in model.parameters()])
+            found[width] = opt.counters.compilations > 0 and opt.report.notes == []
+        except BaseException as error:
+            found[width] = error
+
+    threads = [threading.Thread(target=work, args=(width,)) for width in (6, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {6: True, 7: True}, found
+    assert nn.Module.__call__ is call
+    assert not torch.is_anomaly_enabled()
+
+
+def one_model() -> None:
+    model, found, over = layers(6), list[Any](), threading.Event()
+    opt = graphopt.optimize(model, (torch.zeros(4, 5),), backend="aot_eager")
+    references = [copy.deepcopy(model) for _ in range(4)]  # torch can deadlock where several threads run one model in eager mode
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        steps = 0
+        try:
+            while steps < 20 or (seed == 0 and not over.is_set()):
+                x, steps = torch.randn(4, 5, generator=generator), steps + 1
+                pairs = (opt, model), (references[seed], references[seed])
+                ours, eager = (torch.autograd.grad(run(x).square().sum(), list(own.parameters())) for run, own in pairs)
+                torch.testing.assert_close(ours, eager)
+            found.append(True)
+        except BaseException as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]  # they call one opt, at first uncompiled
+    for thread in threads:
+        thread.start()
+    for width in (7, 8):  # while one of them goes on, others are captured and compiled
+        graphopt.optimize(layers(width), (torch.zeros(4, 5),), backend="aot_eager")(torch.zeros(4, 5)).sum().backward()
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 4, found
+    assert opt.report.notes == [], opt.report.notes
+
+
+@pytest.mark.parametrize("program", [a_model_each, one_model])
+def test_threads(program: Callable[[], None]) -> None:
     """In a process of its own: what breaks breaks torch for all that follows."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert ended(program, seconds=120) == 0
 
 
 def test_an_optimised_model_can_be_saved_after_steps() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import graphopt
 from graphopt.planner import product_times
-from graphopt.planner.product_times import ProductTimes
+from graphopt.planner.product_times import ProductTimes, machine
 from graphopt.planner.step_time import machine_times
 from tests import zoo
+from tests.forked import FORKED, ended
 
 GOOD = {"4x4x4": 0.5, "combine 2x2 of 4x4": 1, "copy 16": 1e-6}
 
@@ -68,38 +68,38 @@ def test_a_folder_in_the_place_of_the_file_or_of_its_folder_changes_nothing(path
     assert times(path / "file" / "there").product(4, 4, 4) > 0
 
 
-WRITER = """
-import sys, torch
-from pathlib import Path
-from graphopt.planner import product_times
-found = product_times.ProductTimes(torch.device("cpu"), torch.float32, Path(sys.argv[1]))
-found._measure = lambda call: 1.0
-for i in range(40):
-    found.product(int(sys.argv[2]), i, 1)
-"""
+def write(path: Path, rows: int, both: Barrier) -> None:
+    """Forty measurements, at the same time as another process."""
+    found = times(path)
+    found._measure = lambda call: 1.0  # type: ignore[method-assign]
+    both.wait(60)
+    for i in range(40):
+        found.product(rows, i, 1)
 
 
 def test_two_processes_that_write_lose_nothing(path: Path) -> None:
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), str(k)]) for k in (1, 2)]
-    assert [writer.wait(timeout=300) for writer in writers] == [0, 0]
+    both = FORKED.Barrier(2)
+    writers = [FORKED.Process(target=write, args=(path, rows, both)) for rows in (1, 2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(300)
+    assert [writer.exitcode for writer in writers] == [0, 0]
     (known,) = json.loads(path.read_text()).values()
     assert len(known) == 80
 
 
-MIXED = """
-import sys, torch
-from graphopt.planner.product_times import machine
-keys = [machine(torch.device("cpu"), torch.float32)]
-torch.backends.cuda.matmul.allow_tf32 = True
-torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # from here on, torch's old functions raise
-keys.append(machine(torch.device("cpu"), torch.float32))
-torch.backends.mkldnn.matmul.fp32_precision = "ieee"
-keys.append(machine(torch.device("cpu"), torch.float32))
-import graphopt
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0), torch.nn.Linear(8, 1), torch.nn.Flatten(0))
-graphopt.optimize(model, (torch.randn(2, 4),), backend="aot_eager", loss=lambda out: out.sum())
-sys.exit(len(set(keys)) != 3)
-"""
+def mixed() -> None:
+    """Settings that torch's old functions cannot tell of, and a plan under them."""
+    keys = [machine(torch.device("cpu"), torch.float32)]
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # from here on, torch's old functions raise
+    keys.append(machine(torch.device("cpu"), torch.float32))
+    torch.backends.mkldnn.matmul.fp32_precision = "ieee"
+    keys.append(machine(torch.device("cpu"), torch.float32))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Flatten(0), torch.nn.Linear(8, 1), torch.nn.Flatten(0))
+    graphopt.optimize(model, (torch.randn(2, 4),), backend="aot_eager", loss=lambda out: out.sum())
+    assert len(set(keys)) == 3
 
 
 def test_times_are_of_the_settings_under_which_they_are_asked_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_the_processor_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_that_torch_has_no_one_word_for_are_told_apart() -> None:
-    assert subprocess.run([sys.executable, "-c", MIXED], timeout=300).returncode == 0
+    assert ended(mixed) == 0
 
 
 def test_times_of_earlier_versions_are_not_read(path: Path) -> None:

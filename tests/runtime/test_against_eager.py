@@ -58,8 +58,9 @@ def optimized(model: nn.Module, inputs: Any, **options: Any) -> tuple[Any, list[
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "bert", *long("t5-tied")])
 def test_what_agrees_passes_silently(name: str) -> None:
-    model, inputs = zoo.make(name, 4)
-    opt, texts = optimized(model, inputs, budget=0.7)
+    model, inputs = zoo.make(name, 4, **({"layers": 1} if name == "bert" else {}))
+    opt, texts = optimized(model, inputs, budget=0.28 if name == "bert" else 0.7)
+    assert opt.selected < {n for n, _ in model.named_parameters()}
     assert (texts, type(opt)) == ([], graphopt.OptimizedModule)
     zoo.call(opt, inputs)
     assert opt.counters.compilations == 1
