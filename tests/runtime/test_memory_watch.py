@@ -117,7 +117,7 @@ def test_tensors_that_the_limit_had_left_out_are_planned_anew_too() -> None:
 
 
 def test_longer_inputs_are_larger_too() -> None:
-    model, inputs = zoo.make("bert", 4, layers=1)
+    model, inputs = zoo.make("bert", 4)
     memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * 1.05)
     opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(memory=memory), backend="aot_eager")
     longer = {k: torch.cat([v] * 4, dim=1) if v.dim() == 2 else v for k, v in inputs.items()}

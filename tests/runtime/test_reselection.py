@@ -33,7 +33,7 @@ class Layers(nn.Module):
 
 
 def test_a_change_of_selection_clears_stale_gradients_and_is_not_traced() -> None:
-    model, inputs, opt = optimized(budget=0.5)
+    model, inputs, opt = optimized("bert", budget=0.5)
     for _ in range(2):  # the first call writes the kind of problem into the configuration
         zoo.call(opt, inputs).loss.backward()
     compilations = opt.counters.compilations
@@ -52,7 +52,7 @@ def test_a_change_of_selection_clears_stale_gradients_and_is_not_traced() -> Non
 
 
 def test_a_tiny_gain_keeps_the_selection() -> None:
-    _, inputs, opt = optimized(budget=0.5)
+    _, inputs, opt = optimized("bert", budget=0.5)
     before = opt.selected
     outcome = opt.reselect(inputs, tolerance=0.05)
     assert not outcome.changed
@@ -79,7 +79,7 @@ def test_parameters_that_are_new_are_selected_and_counted_like_all_others(replac
 
 
 def test_where_all_tensors_are_trained_freezing_some_changes_what_is_counted() -> None:
-    model, inputs, opt = optimized(budget=1.0)
+    model, inputs, opt = optimized("bert", budget=1.0)
     frozen = next(name for name, m in model.named_modules() if isinstance(m, nn.Linear)) + ".weight"
     dict(model.named_parameters())[frozen].requires_grad_(False)
     before, flops = opt.selected, opt.report.step_flops
@@ -141,7 +141,7 @@ def test_an_option_at_the_address_of_an_earlier_one_is_traced_anew() -> None:
 
 
 def test_the_controller_selects_on_schedule() -> None:
-    _, inputs, opt = optimized(budget=0.5)
+    _, inputs, opt = optimized("bert", budget=0.5)
     optimizer = torch.optim.AdamW(opt.parameters(), lr=1e-3)
     controller = graphopt.SelectionController(opt, optimizer, every=3)
     outcomes = [controller.after_step(inputs) for _ in range(7)]
