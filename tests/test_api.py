@@ -57,9 +57,7 @@ class Two(nn.Module):
 
 
 def test_a_missing_argument_is_named_for_what_it_is() -> None:
-    with pytest.raises(
-        graphopt.CaptureError, match="missing 1 required positional argument: 'y'. Remedy: pass a batch that it takes"
-    ):
+    with pytest.raises(graphopt.CaptureError, match="missing 1 required .*'y'. Remedy: pass a batch that it takes"):
         graphopt.optimize(Two(), (torch.ones(2, 3),), backend="aot_eager")
 
 
