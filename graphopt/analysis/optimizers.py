@@ -78,7 +78,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Makes an optimizer like one that was given or named; those of the same kind and text hold the same memory."""
+    """Makes an optimizer like one that was given or named; those of the same kind and text hold the same memory.
+
+    Attributes:
+        text: its options, and torch's default dtype, in which it may count its steps.
+    """
 
     kind: Callable[..., torch.optim.Optimizer]
     text: str
@@ -86,7 +90,7 @@ class _Alike:
 
     @classmethod
     def of(cls, kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]) -> _Alike:
-        return cls(kind, f"{options} {torch.get_default_dtype()}", options)  # which counts of steps may be in
+        return cls(kind, f"{options} {torch.get_default_dtype()}", options)
 
     def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return self.kind(parameters, **self.options)
@@ -208,7 +212,7 @@ def _recorded(name: str, factory: OptimizerFactory, parameters: tuple[Trained, .
 
 
 _recorded_once = functools.lru_cache(16)(_recorded)
-"""Plans within a limit differ in what they compute again, say, and not in what the optimizer holds."""
+"""Many plans that are compared under a limit on memory train the same tensors: what the optimizer holds is recorded once."""
 
 
 def _eight_bit_states(parameters: Sequence[Trained], count: int) -> Iterable[tuple[str, str, int]]:

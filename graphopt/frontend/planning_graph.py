@@ -15,6 +15,7 @@ from graphopt.distributed.tensor_parallel import require_plannable
 from graphopt.errors import (
     BatchError,
     BudgetError,
+    CaptureError,
     ImportanceError,
     InputError,
     NothingToPlan,
@@ -61,7 +62,11 @@ def planning_graph(
             with stage("capture"), compat.failures_raised_alone():
                 recording = record(model, args, kwargs, batch_dim, reason)
         except Exception as second:
-            if isinstance(error, BatchError) or not trains(model, args, kwargs):
+            try:
+                trained = trains(model, args, kwargs)
+            except CaptureError as failed:
+                raise error if isinstance(error, BatchError) else failed from second
+            if not trained:
                 raise error from second
             if isinstance(second, NothingToPlan):
                 raise second from error

@@ -6,7 +6,7 @@ outputs' gradients to the parameters' gradients, chosen between blocks that repe
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -233,8 +233,9 @@ def longest_run(kinds: Sequence[object]) -> tuple[int, int, int] | None:
 
 def _common_name(names: Sequence[str]) -> str:
     """The longest path of modules that all `names` share, else the first name."""
-    shared = os.path.commonprefix([name.split(".")[:-1] for name in names])  # noqa: RUF071  of lists
-    return ".".join(shared) or (names[0] if names else "input")
+    parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = itertools.takewhile(lambda position: len(set(position)) == 1, parts)
+    return ".".join(position[0] for position in shared) or (names[0] if names else "input")
 
 
 def _unused(name: str, taken: Sequence[str]) -> str:

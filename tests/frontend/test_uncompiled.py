@@ -109,3 +109,20 @@ def test_torch_compile_of_a_recurrent_model_keeps_no_other_of_its_class_from_bei
     assert opt.last_step is not None
     assert opt.report.flops_ratio <= 0.7
     assert not opt.report.notes
+
+
+def test_inputs_that_disagree_train_where_nothing_of_the_model_can_be_planned() -> None:
+    class Left(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        @torch.compiler.disable
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.layer(x).mean() + self.layer(y).mean()
+
+    model, inputs = Left(), (torch.randn(4, 5), torch.randn(3, 5))
+    opt = graphopt.optimize(model, inputs, budget=0.7, backend="aot_eager")
+    opt(*inputs).backward()
+    assert model.layer.weight.grad is not None
+    assert "nothing of the model can be planned" in str(opt.report)
