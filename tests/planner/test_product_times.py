@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
@@ -69,7 +70,15 @@ def test_a_folder_in_the_place_of_the_file_or_of_its_folder_changes_nothing(path
 
 
 def write(path: Path, rows: int, both: Barrier) -> None:
-    """Forty measurements, at the same time as another process."""
+    """Measurements at the same time as another process's, which has time to write after this one has read what is there."""
+    read = product_times._read
+
+    def slowly(path: Path) -> dict[str, dict[str, float]]:
+        known = read(path)
+        time.sleep(1e-3)
+        return known
+
+    product_times._read = slowly
     found = times(path)
     found._measure = lambda call: 1.0  # type: ignore[method-assign]
     both.wait(60)
