@@ -6,8 +6,8 @@ them again. Maximise importance within FLOPs and bytes at once; among equals, th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import Bounds, milp
@@ -109,45 +109,14 @@ def _limit_memory(rows: Rows, problem: Problem, at: _Positions, memory_limit: in
             rows.at_most(entries, ((memory_limit or 0) - problem.fixed_bytes) / unit)
 
 
-@dataclass(frozen=True)
 class _Positions:
     """Where each kind of variable begins, see `solve`: x, c and r (binary), then a, w and y, then the peak."""
 
-    tensors: int
-    segments: int
-    classes: int
-
-    trained = 0
-
-    @property
-    def compressed(self) -> int:
-        """Of c."""
-        return self.tensors
-
-    @property
-    def recomputed(self) -> int:
-        """Of r."""
-        return 2 * self.tensors
-
-    @property
-    def needed(self) -> int:
-        """Of a; the variables before it are binary."""
-        return self.recomputed + self.segments
-
-    @property
-    def kept(self) -> int:
-        """Of w."""
-        return self.needed + self.segments
-
-    @property
-    def running(self) -> int:
-        """Of y."""
-        return self.kept + self.segments
-
-    @property
-    def peak(self) -> int:
-        """Of the largest sum of bytes."""
-        return self.running + self.classes
+    def __init__(self, tensors: int, segments: int, classes: int) -> None:
+        self.tensors, self.segments = tensors, segments
+        sizes = (tensors, tensors, segments, segments, segments, classes)
+        starts = itertools.accumulate(sizes, initial=0)
+        self.trained, self.compressed, self.recomputed, self.needed, self.kept, self.running, self.peak = starts
 
 
 def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
