@@ -6,6 +6,7 @@ Preserves: EXACT.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,10 @@ from graphopt.passes.linear_cross_entropy.matrices import NotSeparable, as_matri
 from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
+from torch import fx
 
 from graphopt.analysis.flops import flop_profile
+from graphopt.analysis.row_rules import NLL
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.planner.step_time import machine_times
@@ -39,6 +42,8 @@ SLOWER = 0.02
 
 LEAST_TOKENS = 32
 """Of a chunk, however little memory there is."""
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[Hashable, Sequence[Head]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -86,13 +91,13 @@ class LinearCrossEntropy(Technique):
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every head, by the name of its weight."""
-        return [Site(head.name) for head in find_heads(prepared(graph))[0]]
+        return [Site(head.name) for head in known_heads(graph)]
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it; or stay for the memory's sake alone."""
         if self.chunks is not None:
             return plan
-        heads, _ = find_heads(prepared(planning.graph))
+        heads = known_heads(planning.graph)
         measured = None if _samples(plan) else _measured(heads, planning.graph)
         if measured is None or not measured.worth_it:
             if plan.memory is not None and heads:
@@ -107,7 +112,7 @@ class LinearCrossEntropy(Technique):
 
     def finer(self, plan: Plan, graph: TrainingGraph) -> Plan | None:
         """Half as many tokens at a time."""
-        heads, _ = find_heads(prepared(graph))
+        heads = known_heads(graph)
         if self.chunks is not None or not heads:
             return None
         chosen = self._chosen(plan, graph)
@@ -117,7 +122,7 @@ class LinearCrossEntropy(Technique):
     def extra_seconds(self, plan: Plan, graph: TrainingGraph) -> float:
         """Of adding up, chunk after chunk, what is summed over tokens."""
         chosen = self._chosen(plan, graph)
-        heads = [head for head in find_heads(prepared(graph))[0] if head.name in chosen] if chosen else []
+        heads = [head for head in known_heads(graph) if head.name in chosen]
         return sum(-(-head.tokens // chosen[head.name]) * _seconds_per_chunk(head) for head in heads)
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[tuple[tuple[str, int], ...], tuple[()]]:
@@ -128,7 +133,7 @@ class LinearCrossEntropy(Technique):
         decided = plan.decisions.get(self.name)
         if self.chunks == 1 or (self.chunks is None and decided is None and _samples(plan)):
             return {}
-        heads, _ = find_heads(prepared(graph))
+        heads = known_heads(graph)
         if self.chunks is not None:
             return {head.name: -(-head.tokens // self.chunks) for head in heads}
         decided = decided or _measured(heads, graph)
@@ -169,7 +174,7 @@ class LinearCrossEntropy(Technique):
         """By head, in how many chunks it is computed."""
         changed = {name for report in ran if report.name == self.name for name in report.changes.changed}
         chosen = {name: tokens for name, tokens in self._chosen(plan, graph).items() if name in changed}
-        heads = [head for head in find_heads(prepared(graph))[0] if head.name in chosen] if chosen else []
+        heads = [head for head in known_heads(graph) if head.name in chosen]
         facts = {head.name: -(-head.tokens // chosen[head.name]) for head in heads}
         kept = [f"the logits of {h.name} are an output, and kept: outputs='loss' saves them" for h in heads if h.in_full]
         return Section(
@@ -183,6 +188,17 @@ class LinearCrossEntropy(Technique):
 def _samples(plan: Plan) -> bool:
     """Whether rows of the backward are to be left out. A head in chunks has its gradients before: all its rows are computed."""
     return any(rewrite.preserves is Preserves.UNBIASED for rewrite in plan.passes)
+
+
+def known_heads(graph: TrainingGraph) -> Sequence[Head]:
+    """The heads of a graph, which are looked for once: it is not changed any more, see `graphopt.planner.rewrites`."""
+    if not graph.graph.find_nodes(op="call_function", target=NLL):
+        return ()
+    known = _known.setdefault(graph.module, {})
+    own = graph.batch_size, graph.batch_dims, graph.static_reason  # graphs of one module may differ in these
+    if own not in known:
+        known[own] = find_heads(prepared(graph))[0]
+    return known[own]
 
 
 def prepared(graph: TrainingGraph) -> TrainingGraph:
