@@ -127,7 +127,7 @@ def _searched(plan: Plan, peaks: Peaks, profile: FlopProfile, rate: Callable[[],
     problems = [make_problem(plan, graph, profile, importance, offers, m) for m in merged]
     found = None if importance is None else attempt.search(max(problems, key=attempt.worth))
     if found is not None:
-        return found
+        return attempt.without_recomputing(found, problems[0])
     smallest = attempt.smallest(problems[-1], train_all=not offers.leaves_untrained)
     least = peaks.predicted(plan)
     raise _too_little(plan, peaks, least if smallest is None else min(least, peaks.predicted(smallest)))

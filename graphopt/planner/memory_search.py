@@ -66,6 +66,16 @@ class Attempt:
             return None
         return smallest if within_flops(smallest, self.peaks.graph, self.profile) else None
 
+    def without_recomputing(self, found: Plan, problem: Problem) -> Plan:
+        """The plan that was found, or one that keeps all for the backward and trains more, where that one leaves room.
+
+        What is computed again can need more memory than the program counts: then less and less was trained until that fitted.
+        """
+        if not self.offers.recomputes or self.peaks.predicted(found) > (1 - SLACK) * self._limit:
+            return found
+        other = replace(self, offers=replace(self.offers, recomputes=False)).by_estimates(problem)
+        return other if other is not None and self._value(other) > self._value(found) else found
+
     def worth(self, problem: Problem) -> float:
         """Importance that the program alone has trained within the limit."""
         allocation = solve(problem, self._flops_limit(self.spare_flops), self._limit, may_recompute=self.offers.recomputes)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from graphopt.passes import GreenTrainer, Lsp, Recompute
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import graphopt
 from graphopt import BudgetError, PassError
@@ -261,6 +262,45 @@ def test_a_larger_limit_trains_more_where_little_can_be_computed_again() -> None
     assert trained == sorted(trained)
     assert len(set(trained)) >= 4
     assert trained[-1] == 18
+
+
+class Skips(nn.Module):
+    """Two scales of convolutions, the smaller one joined to the larger again (U-Net)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"large": (3, 4), "small": (4, 8), "smallest": (8, 16), "joined": (24, 8), "last": (12, 4)}
+        self.blocks = nn.ModuleDict({n: nn.ModuleList([_conv(i, o), _conv(o, o)]) for n, (i, o) in sizes.items()})
+        self.out = nn.Conv2d(4, 2, 1)
+
+    def _block(self, name: str, x: Tensor) -> Tensor:
+        for layer in self.blocks[name]:
+            x = layer(x).relu()
+        return x
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        large = self._block("large", x)
+        small = self._block("small", F.max_pool2d(large, 2))
+        smallest = self._block("smallest", F.max_pool2d(small, 2))
+        joined = self._block("joined", torch.cat([F.interpolate(smallest, scale_factor=2.0), small], 1))
+        last = self._block("last", torch.cat([F.interpolate(joined, scale_factor=2.0), large], 1))
+        return F.cross_entropy(self.out(last), labels)
+
+
+def _conv(inputs: int, outputs: int) -> nn.Module:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+def test_nothing_is_computed_again_where_that_leaves_less_to_train() -> None:
+    """Half of the memory trains four tensors, with some computed again; with more of that, this limit had one."""
+    batch = torch.randn(8, 3, 32, 32), torch.randint(0, 2, (8, 32, 32))
+    model = Skips()
+    optimizer = torch.optim.AdamW(model.parameters())
+    limit = int(0.65 * graphopt.analyze(model, batch, optimizer=optimizer).memory.peak_bytes)
+    opt = graphopt.optimize(model, batch, graphopt.Budget(memory=limit), backend="aot_eager", optimizer=optimizer)
+    opt(*batch).backward()
+    assert peak(opt, 8) <= limit
+    assert 4 < len(opt.selected) < 22
 
 
 def test_layers_that_keep_little_apart_are_computed_again_together() -> None:
