@@ -264,7 +264,7 @@ def optimize(
     limits = graphopt.Budget(flops=flops, memory=memory, variance=variance)
     named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
     compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
-    states = checked_optimizer(optimizer, takes_steps=not compresses)
+    states = checked_optimizer(optimizer, compresses=compresses)
     make_folder_of(out / "report.json")
     with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
@@ -273,7 +273,7 @@ def optimize(
             loaded.train(), inputs, budget=limits, passes=named, backend=backend, optimizer=steps_with, verify=verify
         )
         args, kwargs = as_call(inputs)
-        stepping = [opt.make_optimizer(torch.optim.AdamW)] if own_optimizer(opt) else []
+        stepping = [opt.make_optimizer(torch.optim.Adam if states == "adam" else torch.optim.AdamW)] if own_optimizer(opt) else []
         opt(*args, **kwargs)
         del stepping  # without which compressed gradients have nowhere to go
         files = opt.dump(out)

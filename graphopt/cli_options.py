@@ -92,14 +92,21 @@ def check_picture(file: Path | None) -> None:
     make_folder_of(file)
 
 
-def checked_optimizer(optimizer: str, takes_steps: bool = False) -> str | None:
-    """The name of an optimizer as the functions take it; one that will not do is refused before anything is loaded."""
+def checked_optimizer(optimizer: str, compresses: bool | None = None) -> str | None:
+    """The name of an optimizer as the functions take it; one that will not do is refused before anything is loaded.
+
+    Args:
+        compresses: it is to step compressed gradients, or whole ones; None: it is to step nothing.
+    """
     import torch
 
     from graphopt.analysis.optimizers import check_optimizer, named_optimizer
+    from graphopt.errors import InputError
 
     name = None if optimizer == "none" else optimizer
     check_optimizer(name)
-    if takes_steps and name is not None:
+    if compresses and name not in (None, "adam", "adamw"):
+        raise InputError(f"optimizer: compressed gradients are stepped by adam or adamw, and not by {name}; or leave out lsp.")
+    if compresses is False and name is not None:
         named_optimizer(name, torch.device("cpu"))
     return name

@@ -107,6 +107,10 @@ def test_a_factory_imports_from_the_folder_that_it_is_run_in(
     ("arguments", "said"),
     [
         (["optimize", "m:f", "--optimizer", "adamw8bit"], "its memory alone is known"),
+        (
+            ["optimize", "m:f", "--memory", "1GiB", "--passes", "lsp", "--optimizer", "sgd"],
+            "stepped by adam or adamw, and not by sgd",
+        ),
         (["bench", "selection", "--flops", "half"], "'half' must be numbers"),
         (["bench", "selection", "--flops", "0.5,2"], "flops=2.0 must be"),
         (["bench", "selection", "--out", f"{__file__}"], "cannot write"),
