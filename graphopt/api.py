@@ -143,7 +143,7 @@ def optimize(
             return DisabledModule(model, budget, why, backend, loss, compiles=True, ranks=ranks)
         capture_seconds = time.perf_counter() - start
         if recording is not None or is_divided(model):
-            chosen = for_parts(chosen, passes == "auto")
+            chosen = for_parts(chosen, passes == "auto", graph.static_reason if recording else "they are divided among ranks")
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
         make = functools.partial(make_plan, model, args, kwargs, graph, budget, chosen, optimizer, loss, backend)

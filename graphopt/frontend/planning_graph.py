@@ -92,16 +92,18 @@ def _is_hopeless(model: nn.Module) -> bool:
     return fake or not any(t.requires_grad for t in tensors)
 
 
-def for_parts(passes: tuple[Pass, ...], auto: bool) -> tuple[Pass, ...]:
+def for_parts(passes: tuple[Pass, ...], auto: bool, why: str) -> tuple[Pass, ...]:
     """The passes that can work on the parts of a model one by one.
 
+    Args:
+        why: it is not one graph on one device.
     Raises:
         PassError: the caller has named another.
     """
     others = [p.name for p in passes if not technique(p).by_part]
     if others and not auto:
         raise PassError(
-            f"{others[0]} needs the model to be one graph, which it is not; optimize(fullgraph=True) says why. Leave {others[0]} "
-            "out, or mend that line of forward()."
+            f"{others[0]} needs the model to be one graph with all of its weights, and {why.rstrip('.')}. Mend that, or leave "
+            f"{others[0]} out."
         )
     return tuple(p for p in passes if p.name not in others)
