@@ -130,7 +130,11 @@ def _searched(plan: Plan, peaks: Peaks, profile: FlopProfile, rate: Callable[[],
         return attempt.without_recomputing(found, problems[0])
     smallest = attempt.smallest(problems[-1], train_all=not offers.leaves_untrained)
     least = peaks.predicted(plan)
-    raise _too_little(plan, peaks, least if smallest is None else min(least, peaks.predicted(smallest)))
+    if smallest is not None:
+        least = min(least, peaks.predicted(smallest))
+        if least <= peaks.limit.peak_bytes and within_flops(smallest, graph, profile):
+            return smallest  # which was not predicted before, as estimates were too high
+    raise _too_little(plan, peaks, least)
 
 
 def _too_little(plan: Plan, peaks: Peaks, least: int) -> BudgetError:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 import graphopt
 from graphopt import BudgetError, PassError
 from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.memory_search import Attempt
+from graphopt.planner.peaks import Peaks
 from tests.planner.tower import Tower
 
 
@@ -146,6 +148,18 @@ def test_an_infeasible_limit_names_the_smallest_feasible_one() -> None:
     opt(x).backward()
     assert peak(opt, 256) <= least
     del optimizer
+
+
+def test_the_smallest_feasible_limit_is_met_where_estimates_are_too_high(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Inductor a checkpointed Llama was refused with the limit that the error had named."""
+    model, x = tower()
+    least = smallest(model, x)
+    monkeypatch.setattr(Peaks, "within", lambda *_, **__: False)
+    monkeypatch.setattr(Attempt, "by_estimates", lambda *_, **__: None)
+    assert smallest(model, x) == least
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=least), backend="aot_eager")
+    opt(x).backward()
+    assert peak(opt, 512) <= least
 
 
 def test_selecting_anew_keeps_to_the_limit() -> None:
