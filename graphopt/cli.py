@@ -23,6 +23,7 @@ from graphopt.cli_options import (
     at_work,
     check_picture,
     checked_optimizer,
+    default_flops,
     json_text,
     make_folder_of,
     plain_console,
@@ -260,9 +261,9 @@ def optimize(
     from graphopt.integrations.models import load
     from graphopt.planner.plan import resolve_passes
 
-    flops = 0.5 if budget is memory is variance is None else budget
-    limits = graphopt.Budget(flops=flops, memory=memory, variance=variance)
     named = passes if passes == "auto" else [name.strip() for name in passes.split(",")]
+    flops = default_flops(named) if budget is memory is variance is None else budget
+    limits = graphopt.Budget(flops=flops, memory=memory, variance=variance)
     compresses = any(p.name == "lsp" for p in resolve_passes(named, limits))
     states = checked_optimizer(optimizer, compresses=compresses)
     make_folder_of(out / "report.json")

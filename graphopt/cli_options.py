@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -92,6 +92,14 @@ def check_picture(file: Path | None) -> None:
     make_folder_of(file)
 
 
+def default_flops(passes: str | Sequence[str]) -> float | None:
+    """The limit on FLOPs where none of any kind is given; none where the passes that are named have no use for it."""
+    from graphopt.passes import BY_NAME
+
+    serve = passes == "auto" or any("flops" in BY_NAME[name].serves for name in passes if name in BY_NAME)
+    return 0.5 if serve else None
+
+
 def checked_optimizer(optimizer: str, compresses: bool | None = None) -> str | None:
     """The name of an optimizer as the functions take it; one that will not do is refused before anything is loaded.
 
@@ -101,7 +109,6 @@ def checked_optimizer(optimizer: str, compresses: bool | None = None) -> str | N
     import torch
 
     from graphopt.analysis.optimizers import check_optimizer, named_optimizer
-    from graphopt.errors import InputError
 
     name = None if optimizer == "none" else optimizer
     check_optimizer(name)

@@ -108,7 +108,7 @@ def test_a_factory_imports_from_the_folder_that_it_is_run_in(
     [
         (["optimize", "m:f", "--optimizer", "adamw8bit"], "its memory alone is known"),
         (
-            ["optimize", "m:f", "--memory", "1GiB", "--passes", "lsp", "--optimizer", "sgd"],
+            ["optimize", "m:f", "--passes", "lsp", "--optimizer", "sgd"],
             "stepped by adam or adamw, and not by sgd",
         ),
         (["bench", "selection", "--flops", "half"], "'half' must be numbers"),
