@@ -112,29 +112,41 @@ def _searched(plan: Plan, peaks: Peaks, profile: FlopProfile, rate: Callable[[],
     offers = offers_of(plan, graph)
     if rate is None:
         offers = replace(offers, leaves_untrained=False, smaller={})
-    attempt = Attempt(plan, peaks, profile, offers, flops_saved(plan, graph, profile))
+    found, smallest = _by_program(Attempt(plan, peaks, profile, offers, flops_saved(plan, graph, profile)), rate)
+    if found is not None:
+        return found
+    able = [p for p in (plan, smallest) if p is not None and within_flops(p, graph, profile)]
+    for candidate in able:  # which was not predicted before, where estimates are too high
+        if peaks.predicted(candidate) <= peaks.limit.peak_bytes:
+            return candidate
+    if not able:
+        raise BudgetError(
+            f"no plan was found that keeps to flops={plan.budget.flops} and to memory={peaks.limit.peak_bytes:,} bytes at once: "
+            "raise one of the two."
+        )
+    raise _too_little(plan, peaks, min(map(peaks.predicted, able)))
+
+
+def _by_program(attempt: Attempt, rate: Callable[[], Importance] | None) -> tuple[Plan | None, Plan | None]:
+    """The best plan within the limit, or else None and the one that needs least memory as the program has it, if there is one."""
+    plan, offers, graph, profile = attempt.plan, attempt.offers, attempt.peaks.graph, attempt.profile
     approximates = offers.leaves_untrained or bool(offers.smaller)
     if not approximates and not offers.recomputes:
-        raise _too_little(plan, peaks, peaks.predicted(plan))
+        return None, None
     merged = []
     for exactly in attempt.ever_coarser():
         exact = attempt.search(exactly, train_all=True)
         if exact is not None:
-            return exact
+            return exact, None
         merged.append(exactly.merged)
     importance = rate() if plan.importance is None and rate is not None and approximates else plan.importance
     attempt = replace(attempt, importance=importance)
     problems = [make_problem(plan, graph, profile, importance, offers, m) for m in merged]
-    found = None if importance is None else attempt.search(max(problems, key=attempt.worth))
+    train_all = not offers.leaves_untrained
+    found = None if importance is None else attempt.search(max(problems, key=attempt.worth), train_all)
     if found is not None:
-        return attempt.without_recomputing(found, problems[0])
-    smallest = attempt.smallest(problems[-1], train_all=not offers.leaves_untrained)
-    least = peaks.predicted(plan)
-    if smallest is not None:
-        least = min(least, peaks.predicted(smallest))
-        if least <= peaks.limit.peak_bytes and within_flops(smallest, graph, profile):
-            return smallest  # which was not predicted before, as estimates were too high
-    raise _too_little(plan, peaks, least)
+        return attempt.without_recomputing(found, problems[0]), None
+    return None, attempt.smallest(problems[-1], train_all)
 
 
 def _too_little(plan: Plan, peaks: Peaks, least: int) -> BudgetError:

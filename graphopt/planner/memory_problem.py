@@ -60,10 +60,9 @@ def make_problem(
     segments = find_segments(graph, merged)
     segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
     parameters = {p.name: p for p in graph.parameters}
-    device = next(iter(graph.placeholders)).meta["val"].device
     trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in offers.held]
     states: dict[str, int] = {}
-    for name, _, size in optimizer_memory(plan.memory.optimizer, trained, device).states:
+    for name, _, size in optimizer_memory(plan.memory.optimizer, trained, graph.example.device).states:
         states[name] = states.get(name, 0) + size
     tensors = []
     for name, formed in zip(costs.names, costs.weight_grad_flops, strict=True):
@@ -84,7 +83,8 @@ def make_problem(
         rated = tuple(max(values.get(n, 0.0), 0.0) for n in costs.names)
     kinds = tuple((segment.saved_bytes, segment.flops) for segment in segments)
     held = tuple(segment.held_bytes for segment in segments)
-    return Problem(costs, rated, tuple(tensors), kinds, held, fixed, offers.kept_value, merged)
+    segment_names = tuple(segment.name for segment in segments)
+    return Problem(costs, rated, tuple(tensors), kinds, held, fixed, offers.kept_value, merged, segment_names)
 
 
 def planned(
@@ -101,9 +101,8 @@ def planned(
         keep_selection: what is trained stays as the plan says.
     """
     names = problem.costs.names
-    segments = [segment.name for segment in find_segments(graph, problem.merged)]
-    recomputed = tuple(segments[i] for i in allocation.recomputed if problem.segments[i][0])
-    smaller = () if keep_selection else tuple(sorted(names[k] for k in allocation.compressed))
+    recomputed = tuple(problem.segment_names[i] for i in allocation.recomputed if problem.segments[i][0])
+    smaller = tuple(sorted(names[k] for k in allocation.compressed))
     trained = tuple(names[k] for k in allocation.train)
     if not keep_selection and (len(trained) < len(names) or plan.train is not None):
         value = math.fsum(problem.importance[k] for k in allocation.train)

@@ -71,7 +71,8 @@ class Attempt:
 
         What is computed again can need more memory than the program counts: then less and less was trained until that fitted.
         """
-        if not self.offers.recomputes or self.peaks.predicted(found) > (1 - SLACK) * self._limit:
+        chooses = self.offers.recomputes and self.offers.leaves_untrained
+        if not chooses or self.peaks.predicted(found) > (1 - SLACK) * self._limit:
             return found
         other = replace(self, offers=replace(self.offers, recomputes=False)).by_estimates(problem)
         return other if other is not None and self._value(other) > self._value(found) else found
@@ -82,7 +83,10 @@ class Attempt:
         return 0.0 if allocation is None else sum(problem.importance[k] for k in allocation.train)
 
     def by_estimates(self, problem: Problem, train_all: bool = False) -> Plan | None:
-        """The same, or None where estimates lead to none. Each plan that they lead to is predicted, which corrects them."""
+        """The best plan within the limit, or None where estimates lead to none.
+
+        Each plan that they lead to is predicted, which corrects them.
+        """
         best = None
         for _ in range(CORRECTIONS if self.peaks.estimates else 1):
             found = self._found(problem, train_all)
@@ -141,7 +145,6 @@ class Attempt:
                 self._flops_limit(spare_flops),
                 self._limit - unseen,
                 train_all=train_all,
-                may_compress=not train_all,
                 may_recompute=self.offers.recomputes,
             )
             measured = None
@@ -182,7 +185,6 @@ class Attempt:
             self._flops_limit(self.spare_flops),
             smallest_memory=True,
             train_all=train_all,
-            may_compress=not train_all,
             may_recompute=self.offers.recomputes,
         )
 

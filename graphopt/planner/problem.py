@@ -39,6 +39,7 @@ class Problem:
         fixed_bytes: parameters, buffers and inputs.
         kept_value: part of a tensor's importance that remains where its gradient is compressed.
         merged: of so many neighbours each segment consists.
+        segment_names: by which techniques know them.
     """
 
     costs: BackwardCosts
@@ -49,6 +50,7 @@ class Problem:
     fixed_bytes: int
     kept_value: float = 1.0
     merged: int = 1
+    segment_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

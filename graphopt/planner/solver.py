@@ -26,7 +26,6 @@ def solve(
     memory_limit: int | None = None,
     *,
     train_all: bool = False,
-    may_compress: bool = True,
     may_recompute: bool = True,
     smallest_memory: bool = False,
     time_limit: float = 5.0,
@@ -42,7 +41,6 @@ def solve(
         flops_limit: FLOPs of a step; None for no limit.
         memory_limit: bytes at every moment; None for no limit.
         train_all: every tensor with an importance above 0 is trained, and no other.
-        may_compress: gradients may be compressed.
         may_recompute: segments may be computed again.
         smallest_memory: find the choice that needs the fewest bytes and trains anything, whatever its importance.
         time_limit: seconds.
@@ -70,7 +68,7 @@ def solve(
             c=objective,
             constraints=rows.constraints(),
             integrality=integral,
-            bounds=_bounds(problem, at, train_all, may_compress, may_recompute, smallest_memory),
+            bounds=_bounds(problem, at, train_all, may_recompute, smallest_memory),
             options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
         )
     if result.x is None:
@@ -90,7 +88,6 @@ def solve(
             flops_limit - 2 * (step_flops - flops_limit),
             memory_limit,
             train_all=train_all,
-            may_compress=may_compress,
             may_recompute=may_recompute,
             smallest_memory=smallest_memory,
             time_limit=time_limit,
@@ -165,7 +162,6 @@ def _bounds(
     problem: Problem,
     at: _Positions,
     train_all: bool,
-    may_compress: bool,
     may_recompute: bool,
     smallest_memory: bool,
 ) -> Bounds:
@@ -173,7 +169,7 @@ def _bounds(
     lower, upper = np.zeros(at.peak + 1), np.ones(at.peak + 1)
     upper[at.peak] = np.inf
     for k, (tensor, value) in enumerate(zip(problem.tensors, problem.importance, strict=True)):
-        if tensor.compressed is None or not may_compress:
+        if tensor.compressed is None:
             upper[at.compressed + k] = 0.0
         if train_all and value > 0:
             lower[at.trained + k] = 1.0

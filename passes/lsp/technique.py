@@ -57,8 +57,8 @@ class Compressed:
 
     @property
     def key(self) -> Hashable:
-        """See `Decision`."""
-        return self.offload, self.checking
+        """See `Decision`. While a plan is looked for, the weights differ from one to the next."""
+        return self.weights, self.offload, self.checking
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def choose_orders(
     times_for: TimesFor,
     price: float = 0.0,
 ) -> dict[str, Choice]:
-    """An order for every layer with adapters of `graph`, which never needs more FLOPs or keeps more bytes than autograd's.
+    """An order for every layer with adapters of `graph`, which at no price needs more FLOPs or keeps more bytes than autograd's.
 
     Args:
         batch_size: for which costs are compared.
@@ -95,7 +95,7 @@ def choose_orders(
         imprecise: layers whose weight must not be merged with their adapters, with the error (see `merge_errors`).
         times_for: measured times of products on a device; None where nothing can be measured, so that FLOPs decide.
         price: seconds (or FLOPs) that keeping a byte for the backward is worth avoiding; above 0, orders with more FLOPs are
-            considered, too (see `graphopt.planner.memory_limit`).
+            considered, too (see `graphopt.passes.runlora.within_memory`).
     """
     choices = {}
     for layer in find_lora_sites(graph).layers:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 from graphopt.passes.runlora.choose import Choice
 from graphopt.passes.runlora.rewrite import reorder
+from torch import fx
 
 from graphopt.graph import TrainingGraph
 from graphopt.planner.memory_limit import MemoryLimit
 
 ChooseOrders = Callable[[float], dict[str, Choice]]
 """Orders by the price of a byte kept for the backward; see `choose_orders`."""
+
+_peaks: weakref.WeakKeyDictionary[fx.GraphModule, dict[Hashable, int]] = weakref.WeakKeyDictionary()
 
 _LOWEST, _HIGHEST, _STEPS = -18.0, 18.0, 24
 """Decimal exponents between which the price is looked for, and halvings: seconds on a fast device and FLOPs both fit."""
@@ -31,7 +35,7 @@ def orders_within(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, cho
     least = choose(10.0**_HIGHEST)
     target = _saved(choices)
     while _saved(choices) > _saved(least):
-        excess = limit.peak_of(_rewritten(graph, choices), batch_size) - limit.peak_bytes
+        excess = _peak(limit, graph, batch_size, choices) - limit.peak_bytes
         if excess <= 0:
             break
         target = min(target, _saved(choices)) - excess
@@ -55,6 +59,15 @@ def _cheapest(choose: ChooseOrders, saved: int) -> dict[str, Choice]:
 
 def _saved(choices: Mapping[str, Choice]) -> int:
     return sum(choice.saved_after for choice in choices.values())
+
+
+def _peak(limit: MemoryLimit, graph: TrainingGraph, batch_size: int, choices: Mapping[str, Choice]) -> int:
+    """Of a step with these orders, predicted once: plans that differ in what runs later share the graph."""
+    known = _peaks.setdefault(graph.module, {})
+    key = limit.key, batch_size, tuple((name, choice.order) for name, choice in choices.items())
+    if key not in known:
+        known[key] = limit.peak_of(_rewritten(graph, choices), batch_size)
+    return known[key]
 
 
 def _rewritten(graph: TrainingGraph, choices: Mapping[str, Choice]) -> TrainingGraph:

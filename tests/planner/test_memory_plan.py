@@ -118,6 +118,23 @@ def test_gradients_are_compressed_as_far_as_the_limit_needs_where_that_was_asked
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("names", [None, ("blocks.0.0.weight", "blocks.1.2.weight", "blocks.3.0.weight")])
+def test_where_nothing_may_be_frozen_gradients_are_compressed_one_after_another(names: tuple[str, ...] | None) -> None:
+    """Plans that compress other weights need other memory; what is trained stays what the caller chose."""
+    model, x = tower(64)
+    passes = [Lsp(subspace=8, nonzeros=2, weights=(), criterion="flops")]
+    passes = passes if names is None else [GreenTrainer(train=names), *passes]
+    with pytest.raises(BudgetError) as error:
+        graphopt.optimize(model, (x,), graphopt.Budget(memory=1), passes, backend="aot_eager")
+    least = int(re.findall(r"Smallest feasible with these passes: ([\d,]+)", str(error.value))[0].replace(",", ""))
+    compressed = []
+    for limit in (least, int(1.2 * least)):
+        opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=limit), passes, backend="aot_eager")
+        assert opt.selected == (set(names) if names else {n for n, _ in model.named_parameters()})
+        compressed.append(len(opt.plan.decisions["lsp"].weights))
+    assert compressed[0] > compressed[1] > 0
+
+
 def test_with_an_optimizer_that_exists_tensors_are_frozen_instead() -> None:
     model, x = tower(64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -160,6 +177,13 @@ def test_the_smallest_feasible_limit_is_met_where_estimates_are_too_high(monkeyp
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=least), backend="aot_eager")
     opt(x).backward()
     assert peak(opt, 512) <= least
+
+
+def test_where_nothing_keeps_to_flops_and_memory_at_once_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = tower()
+    monkeypatch.setattr("graphopt.planner.memory_plan.within_flops", lambda *_: False)
+    with pytest.raises(BudgetError, match=r"flops=0.7 and to memory=1 bytes at once: raise one"):
+        graphopt.optimize(model, (x,), graphopt.Budget(flops=0.7, memory=1), backend="aot_eager")
 
 
 def test_selecting_anew_keeps_to_the_limit() -> None:

@@ -78,6 +78,10 @@ def test_the_program_finds_what_brute_force_finds(seed: int) -> None:
             assert value_of(problem, found.train, found.compressed) == pytest.approx(max(fitting), rel=1e-3)
 
 
+def without_compression(problem: Problem) -> Problem:
+    return replace(problem, tensors=tuple(replace(tensor, compressed=None) for tensor in problem.tensors))
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_smallest_memory_is_that_of_brute_force(seed: int) -> None:
     problem = random_problem(seed)
@@ -92,16 +96,17 @@ def test_exact_means_come_first() -> None:
     free = solve(problem)
     assert free is not None
     assert (free.train, free.compressed, free.recomputed) == ((0, 1, 2, 3, 4), (), ())
-    recomputed = solve(problem, memory_limit=evaluate(problem, range(5), (), (0, 1, 2))[1], train_all=True, may_compress=False)
+    exact = without_compression(problem)
+    recomputed = solve(exact, memory_limit=evaluate(exact, range(5), (), (0, 1, 2))[1], train_all=True)
     assert recomputed is not None
     assert len(recomputed.train) == 5
     assert not recomputed.compressed
 
 
 def test_what_is_decided_is_trained_and_nothing_else() -> None:
-    problem = replace(random_problem(4), importance=(0.0, 1.0, 0.0, 1.0, 0.0))
+    problem = replace(without_compression(random_problem(4)), importance=(0.0, 1.0, 0.0, 1.0, 0.0))
     for options in ({}, {"smallest_memory": True}):
-        found = solve(problem, train_all=True, may_compress=False, **options)  # type: ignore[arg-type]
+        found = solve(problem, train_all=True, **options)  # type: ignore[arg-type]
         assert found is not None
         assert found.train == (1, 3)
 
