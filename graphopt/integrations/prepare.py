@@ -114,7 +114,7 @@ class Prepared:
 
     def _made(self, opt: OptimizedModule, steps: TrainingSteps) -> None:
         if self._by_epoch and steps.due is not None:
-            steps.due.every = batches_of(_divided(self.loader)) or steps.due.every
+            steps.due.every = _epoch(_divided(self.loader)) or steps.due.every
         for due in (steps.merges_due, steps.due):
             if due is not None:
                 opt.controllers.add(due)
@@ -198,3 +198,10 @@ def _divided(loader: Any) -> Any:
     state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
     active = state().active_dataloader if state is not None and state._shared_state else None
     return loader if getattr(active, "dataset", None) is not getattr(loader, "dataset", loader) else active
+
+
+def _epoch(loader: Any) -> int | None:
+    """Batches of a whole epoch; of a first one that goes on in the middle, `accelerate.skip_first_batches` leaves some out."""
+    samplers = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    count = batches_of(loader)
+    return None if count is None else count + max(getattr(sampler, "skip_batches", 0) for sampler in samplers)

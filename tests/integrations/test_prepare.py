@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from graphopt.passes import Lsp, Vcas
 from torch import Tensor, nn
@@ -215,6 +215,14 @@ def test_where_nothing_is_compressed_the_optimizer_is_the_users(warnings: list[s
         torch.testing.assert_close(value, weights(plain)[name])
     assert warnings == []
     assert training.optimizer.state_dict()["state"]
+
+
+def test_an_epoch_that_goes_on_in_its_middle_is_a_whole_one() -> None:
+    training = prepared(classifier(dropout=0.0), 0.7, loader(16))
+    divided = Accelerator(cpu=True).prepare(training.loader)
+    once(training, skip_first_batches(divided, 3))
+    assert training._steps.due is not None
+    assert training._steps.due.every == len(divided) == 4
 
 
 @pytest.mark.parametrize("split", [False, True])
