@@ -56,8 +56,8 @@ class SampleSizes:
 
     @property
     def key(self) -> Hashable:
-        """See `Decision`."""
-        return self.ratios
+        """See `Decision`. Batches of another size are computed exactly, and so in other steps."""
+        return (self.ratios, self.batch_size) if self.ratios else ()
 
 
 @dataclass(frozen=True)

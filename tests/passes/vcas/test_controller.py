@@ -12,6 +12,7 @@ import torch
 from graphopt.passes import Vcas
 from graphopt.passes.vcas.controller import MOST_VARIANTS, SamplingController
 from graphopt.passes.vcas.ratios import Calibration
+from graphopt.passes.vcas.technique import SampleSizes
 from torch import nn
 
 import graphopt
@@ -135,6 +136,23 @@ def test_a_last_smaller_batch_is_exact_and_puts_the_calibration_off_until_two_ar
             assert opt.last_step.sampled_part == 1
         opt.controller.after_step(small)
     assert [a.step for a in opt.controller.history] == [5, 8, 11]
+
+
+def test_ratios_of_another_batch_size_are_carried_out_too() -> None:
+    """They were in force for the first size alone where both had the same ones."""
+    torch.manual_seed(0)
+    model = zoo.MLP(width=16)
+    data = batches(1)[0]
+    opt = graphopt.optimize(model, data, budget=graphopt.Budget(variance=0.5), passes=[Vcas()], backend="aot_eager")
+    assert opt.controller is not None
+    sites = Vcas().applicable(opt.plan.before_sampling().rewrite(opt.graph)[0])
+    ratios = tuple(sorted((site.name, 0.5) for site in sites))
+    for size in (len(data[0]), 4):
+        opt.decide("vcas", SampleSizes(ratios, size))
+        for _ in range(2):
+            opt(*zoo.rows(data, size)).backward()
+        assert opt.last_step is not None
+        assert opt.last_step.sampled_part < 1
 
 
 def test_savings_pay_for_calibrations() -> None:
