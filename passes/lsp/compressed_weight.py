@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from graphopt.passes.lsp.compressor import given_inputs
@@ -73,3 +74,13 @@ class CompressedWeight:
         self.install(subspace)
         if self.changed is not None:
             self.changed(self.name, before, subspace, unseen)
+
+
+def hooked(weight: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook on a weight that may be frozen now: torch takes none then."""
+    trained = weight.requires_grad
+    weight.requires_grad_(True)
+    try:
+        return weight.register_post_accumulate_grad_hook(hook)
+    finally:
+        weight.requires_grad_(trained)

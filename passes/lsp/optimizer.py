@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from graphopt.passes.lsp.compressed_weight import hooked
 from graphopt.passes.lsp.host_adam import HostUpdate, Moments, adam_direction
 from graphopt.passes.lsp.offload import Apply, Offload, synchronize_before_reading
 from graphopt.passes.lsp.projectors import Subspace, transport
@@ -57,9 +58,9 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         self._variables = variables
         own = weakref.ref(self)  # the subspaces must not keep alive an optimizer that its user has dropped, nor its hooks
         self._changed = _Method(own, "_transport")
-        subspaces.claim(self._stepped(), self._changed)
+        self._claim()
         self.offload: Offload | None = None
-        handles = [w.register_post_accumulate_grad_hook(_Direct(subspaces, name)) for name, w in self._weights.items()]
+        handles = [hooked(w, _Direct(subspaces, name)) for name, w in self._weights.items()]
         if subspaces.offload is not None:
             order = list(subspaces.names)[::-1]
             updates_in_backward = subspaces.rewrite.schedule == "layerwise"
@@ -101,7 +102,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         except InputError:
             self.inner.param_groups.pop()
             raise
-        self.subspaces.claim(self._stepped(), self._changed)
+        self._claim()
         if self.offload is not None:
             self.subspaces.take_offload(self.offload, self._stepped())
 
@@ -178,8 +179,15 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         """Whether moments or options have changed between the backward and the step."""
         return update.before[0] is not self.moments[name] or update.before[1:] != self._options(name)
 
+    def _claim(self) -> None:
+        """Take over the compressed weights among the parameters, and note the number of each one's group."""
+        stepped = self._stepped()
+        numbers = {id(group): i for i, group in enumerate(self.param_groups)}
+        self._group_of = {name: numbers[id(group)] for name, group in stepped.items()}
+        self.subspaces.claim(stepped, self._changed)
+
     def _options(self, name: str) -> tuple[Any, ...]:
-        group = self._stepped()[name]
+        group = self.param_groups[self._group_of[name]]
         return tuple(float(beta) for beta in group["betas"]), float(group["eps"])
 
     @torch.no_grad()

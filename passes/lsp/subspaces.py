@@ -107,7 +107,7 @@ class Subspaces(State):
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """See `State`."""
         self._cleared.follow(step)
-        if self._checks and step is not None and not step.graph.compressed:
+        if self._checks and (step is None or not step.graph.compressed):
             self.nothing_to_check()
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:

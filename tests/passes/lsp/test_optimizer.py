@@ -111,6 +111,23 @@ def test_weights_that_no_optimizer_steps_get_no_gradient() -> None:
     assert math.isfinite(opt.states["lsp"].weights["first.weight"].error)
 
 
+def test_a_weight_that_is_frozen_meanwhile_is_trained_later() -> None:
+    torch.manual_seed(0)
+    model = zoo.MLP(width=16)
+    opt = graphopt.optimize(model, data(1)[0], passes=[Lsp(subspace=5, nonzeros=2, criterion="flops")], backend="aot_eager")
+    model.first.requires_grad_(False)
+    optimizer = opt.make_optimizer(torch.optim.AdamW, list(model.parameters()), lr=1e-2)
+    assert not model.first.weight.requires_grad
+    before = copy.deepcopy(model.state_dict())
+    train(opt, optimizer, data(2))
+    assert torch.equal(model.first.weight, before["first.weight"])
+    assert not torch.equal(model.second.weight, before["second.weight"])
+    model.first.requires_grad_(True)
+    train(opt, optimizer, data(2))
+    assert not torch.equal(model.first.weight, before["first.weight"])
+    assert model.first.weight.grad is None
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_skips_that_weight_only(bad: float) -> None:
     model, opt, optimizer = made()

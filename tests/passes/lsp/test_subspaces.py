@@ -206,6 +206,21 @@ def test_weights_that_never_get_a_gradient_are_looked_at_ever_more_rarely(monkey
     assert checked == [0, 1, 2, 4, 8, 12, 16]
 
 
+def test_checks_that_are_not_compiled_end_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every further step would be tried as a check, and none as an ordinary one."""
+    _, opt, optimizer = made(torch.float64)
+
+    def uncompiled(opt: Any, running: Any, plan: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        return opt._fallback.run_model(opt, args, kwargs), False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opt._fallback, "compiled_or_not", uncompiled)
+        train(opt, optimizer, data(3))
+    train(opt, optimizer, data(1))
+    assert opt.last_step is not None
+    assert opt.last_step.graph.compressed
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_errors_do_not_depend_on_the_scale_of_the_loss(scale: float) -> None:
     _, opt, _ = made(torch.float32)
