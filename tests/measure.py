@@ -1,17 +1,29 @@
-"""What a call allocates, by torch.profiler's events; and the FLOPs of what Inductor is given to compile."""
+"""What a step needs as predicted, and allocates by torch.profiler; and the FLOPs of what Inductor is given to compile."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import sympy
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from graphopt.analysis.flops import node_flops
+from graphopt.analysis.step_memory import step_memory
+from graphopt.calls import as_call
+from graphopt.capture import capture
 from graphopt.graph import BATCH, TrainingGraph
 from graphopt.specialise import symbolic
 from graphopt.transforms.partition import split
+from graphopt.transforms.symbolic_zeros import as_differentiated
+
+
+def planned_peak(model: nn.Module, inputs: Any, optimizer: Any = "adamw") -> int:
+    """Bytes of a step without a budget, of the graph that `graphopt.optimize` plans on, which is traced once for both."""
+    graph = as_differentiated(capture(model, *as_call(inputs), symbolic=False))
+    return step_memory(graph, "aot_eager", optimizer).peak_bytes
 
 
 def partitioned_flops(graph: TrainingGraph) -> int:

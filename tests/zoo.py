@@ -213,15 +213,18 @@ def make(
 
 
 @functools.cache
-def captured(name: str, batch: int = 4, dtype: torch.dtype = torch.float32, **options: int) -> TrainingGraph:
+def captured(
+    name: str, batch: int = 4, dtype: torch.dtype = torch.float32, symbolic: bool = True, **options: int
+) -> TrainingGraph:
     """The graph of `make(name, batch, dtype, **options)`, traced once per process: nothing may change it."""
     model, inputs = make(name, batch, dtype, **options)
-    return capture_to_run(model, *as_call(inputs))
+    return capture_to_run(model, *as_call(inputs), symbolic=symbolic)
 
 
 def in_both_precisions(name: str, batch: int = 4, **options: int) -> dict[torch.dtype, TrainingGraph]:
-    """For `check_pass(captured=...)`."""
-    return {dtype: captured(name, batch, dtype, **options) for dtype in (torch.float64, torch.float32)}
+    """For `check_pass(captured=...)`: a graph for one batch alone, as training has, and one for any, as samplers have."""
+    precise, single = torch.float64, torch.float32
+    return {precise: captured(name, batch, precise, symbolic=False, **options), single: captured(name, batch, single, **options)}
 
 
 def call(model: nn.Module, inputs: Any) -> Any:

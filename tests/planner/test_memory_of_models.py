@@ -12,7 +12,7 @@ from transformers import BartConfig, BlipConfig, CLIPConfig, T5Config
 import graphopt
 from graphopt.analysis.step_memory import step_memory
 from tests.long_forms import long
-from tests.measure import peak_and_rest
+from tests.measure import peak_and_rest, planned_peak
 
 SAMPLES, TOKENS, WORDS = 8, 64, 500
 
@@ -70,8 +70,7 @@ def test_a_limit_is_kept_to_and_predicted(kind: str, part: float) -> None:
     torch.manual_seed(0)
     model, batch = _pair(kind)
     optimizer = torch.optim.AdamW(model.parameters())
-    memory = graphopt.analyze(model, batch, backend="aot_eager", optimizer=optimizer).memory
-    limit = int(part * memory.peak_bytes)
+    limit = int(part * planned_peak(model, batch, optimizer))
     opt = graphopt.optimize(model, batch, graphopt.Budget(memory=limit), optimizer=optimizer, backend="aot_eager")
 
     def step() -> None:

@@ -225,7 +225,7 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphopt.frontend.running.PLANS", 2)
     model, inputs, opt = optimized("mlp")
     names = [name for name, _ in model.named_parameters()]
-    for name in (*names, *names):  # plans that are no longer kept are compiled again
+    for name in (*names[:3], names[0]):  # plans that are no longer kept are compiled again
         opt.adopt(replace(opt.plan, train=frozenset({name})))
         zoo.call(opt, inputs).backward()
         assert [n for n, p in model.named_parameters() if p.grad is not None] == [name]
@@ -256,11 +256,12 @@ def test_freezing_and_unfreezing_between_steps_takes_effect() -> None:
 
 
 def test_frozen_parameters_are_never_selected() -> None:
-    model, inputs = zoo.make("bert", 4)
-    model.bert.encoder.layer[1].requires_grad_(False)
+    model, inputs = zoo.make("mlp", 4)
+    model.second.requires_grad_(False)
     opt = graphopt.optimize(model, inputs, budget=0.9, backend="aot_eager")
-    assert not any("layer.1" in name for name in opt.selected)
-    assert "encoder.layer.1" not in " ".join(opt.report.cut)
+    assert opt.selected
+    assert not any("second" in name for name in opt.selected)
+    assert "second" not in " ".join(opt.report.cut)
 
 
 def test_unselected_tensors_are_bit_identical_after_training() -> None:

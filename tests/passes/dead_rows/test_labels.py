@@ -126,7 +126,7 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def test_batches_with_more_labels_are_computed_in_full() -> None:
-    model, batch = LanguageModel(), prompts()
+    model, batch = LanguageModel(blocks=0), prompts()
     opt = graphopt.optimize(copy.deepcopy(model), batch, backend="aot_eager", verify=True)
     assert "the loss reads 4 rows of 8 of each sample, those with a label among them" in str(opt.report)
     for labelled, compilations in ((4, 1), (7, 2), (2, 2), (8, 2), (0, 2)):
@@ -211,7 +211,7 @@ def test_a_step_that_begins_again_writes_statistics_once() -> None:
 @pytest.mark.parametrize("labelled", [3, 0])
 def test_logits_that_are_differentiated_after_all(labelled: int) -> None:
     """The step runs again for their gradients, with all rows; also where there is no label, and the loss is NaN."""
-    model, batch = LanguageModel(logits=True), prompts(labelled=labelled)
+    model, batch = LanguageModel(logits=True, blocks=0), prompts(labelled=labelled)
     opt = graphopt.optimize(copy.deepcopy(model), batch, backend="aot_eager")
     assert "the loss reads" in str(opt.report)
     for _ in range(4):  # the third is the first that is compiled for both
