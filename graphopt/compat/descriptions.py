@@ -32,7 +32,8 @@ class OutputDesc:
     """What an output of the joint graph is.
 
     Attributes:
-        kind: "output" (target: index among the model's flat outputs), "mutation" (target: the mutated `InputDesc`),
+        kind: "output" (target: index among the model's flat outputs), "mutation" or "backward mutation", by which half of the
+            step writes it (target: the mutated `InputDesc`),
             "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`), "slot" (target: the
             name of a further result of the backward), "part" (target: a result of one of several graphs, as text) or "none".
     """

@@ -82,7 +82,9 @@ class PlanBackend:
         trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned())]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         parameters = {p.name for p in region.parameters}
-        written = {d.target.target for d in found.graph.outputs if d.kind == "mutation"} if found.graph else set(region.names)
+        written = (
+            {d.target.target for d in found.graph.outputs if d.kind.endswith("mutation")} if found.graph else set(region.names)
+        )
         unread = written - parameters - {None}
         read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] not in unread]
         communicates = found.graph is not None and any(collective_of(node.target) for node in found.graph.graph.nodes)
@@ -239,6 +241,8 @@ def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, 
             kept.add(node)
         elif desc.kind == "input" and isinstance(desc.target, int):
             positions[node] = desc.target
+        elif desc.kind == "buffer":  # which may require a gradient that the caller holds
+            positions[node] = made.region.names.index(desc.target)
         elif desc.target not in made.region.names:  # something of torch's own
             kept.add(node)
     found = []

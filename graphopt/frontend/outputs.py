@@ -105,13 +105,13 @@ def reads_what_it_changes(graph: TrainingGraph) -> bool:
 
     It may read the input's value before the change or after it.
     """
-    written = {desc.target: r for desc, r in zip(graph.outputs, graph.results, strict=True) if desc.kind == "mutation"}
+    written = {d.target: r for d, r in zip(graph.outputs, graph.results, strict=True) if d.kind.endswith("mutation")}
     inputs = zip(graph.inputs, graph.placeholders, strict=True)
     dependent = {*written.values(), *(node for desc, node in inputs if desc in written)}
     for node in graph.graph.nodes if dependent else ():
         if node.op == "call_function" and not dependent.isdisjoint(_read(node)):
             dependent.add(node)
-    return any(r in dependent for desc, r in zip(graph.outputs, graph.results, strict=True) if desc.kind != "mutation")
+    return any(r in dependent for desc, r in zip(graph.outputs, graph.results, strict=True) if not desc.kind.endswith("mutation"))
 
 
 def _read(node: fx.Node) -> Sequence[fx.Node]:

@@ -152,28 +152,40 @@ def fix_sizes(graph: TrainingGraph) -> None:
                 int(size)
 
 
+_IN_BACKWARD = "must_be_in_backward"
+"""AOTAutograd's mark of what an operator's own backward writes, such as a statistic of gradients."""
+
+
 def _return_mutations(graph: TrainingGraph) -> None:
     """Have the graph return what it writes to its inputs at the end, so that passes may move its nodes; see `write_mutations`."""
     descs = dict(zip(graph.placeholders, graph.inputs, strict=True))
     results = list(graph.results)
     for node in list(graph.graph.nodes):
         if node.target is aten.copy_.default and node.args[0] in descs and not node.users:
-            graph.outputs = (*graph.outputs, OutputDesc("mutation", descs[node.args[0]]))
+            kind = "backward mutation" if node.meta.get("partitioner_tag") == _IN_BACKWARD else "mutation"
+            graph.outputs = (*graph.outputs, OutputDesc(kind, descs[node.args[0]]))
             results.append(node.args[1])
             graph.graph.erase_node(node)
     graph.graph.output_node().args = (tuple(results),)
 
 
 def write_mutations(graph: TrainingGraph, num_outputs: int) -> None:
-    """Write what a graph returns beyond its `num_outputs` to its inputs again, after everything that reads them."""
+    """Write what a graph returns beyond its `num_outputs` to its inputs again, after everything that reads them.
+
+    What the backward writes comes last, as AOTAutograd has it; what is computed of gradients that never come is not written.
+    """
     placeholders = dict(zip(graph.inputs, graph.placeholders, strict=True))
     results, output = list(graph.results), graph.graph.output_node()
     output.args = (tuple(results[:num_outputs]),)
-    for desc, value in zip(graph.outputs[num_outputs:], results[num_outputs:], strict=True):
+    written = zip(graph.outputs[num_outputs:], results[num_outputs:], strict=True)
+    for desc, value in sorted(written, key=lambda pair: pair[0].kind != "mutation"):
         target = placeholders[desc.target]
+        if value is None:
+            continue
         with graph.graph.inserting_before(output):
             node = graph.graph.call_function(aten.copy_.default, (target, value))
-        node.meta = {"val": target.meta["val"], "partitioner_tag": "must_be_in_forward"}
+        half = "must_be_in_forward" if desc.kind == "mutation" else _IN_BACKWARD
+        node.meta = {"val": target.meta["val"], "partitioner_tag": half}
     graph.outputs = graph.outputs[:num_outputs]
     graph.module.recompile()
 

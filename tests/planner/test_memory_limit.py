@@ -92,7 +92,7 @@ def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
         def choice(name: str, flops: int) -> Choice:
             recomputes = price * 10 > flops
             saved, cost = (0, 5000 + flops) if recomputes else (10, 5000)
-            return Choice(name, Order(), Order(), 5000, cost, 10, saved, None, None, None, "")
+            return Choice(name, Order(merged_forward=recomputes), Order(), 5000, cost, 10, saved, None, None, None, "")
 
         return {"cheap": choice("cheap", 100), "dear": choice("dear", 1000)}
 
