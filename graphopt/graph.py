@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from graphopt.compat import (
+    FORWARD,
     InputDesc,
     JointExport,
     OutputDesc,
@@ -135,7 +136,7 @@ class TrainingGraph:
         return [
             node
             for desc, node in zip(self.outputs, self.results, strict=True)
-            if desc.kind in ("mutation", "output", "base") and isinstance(node, fx.Node)
+            if desc.kind in FORWARD and isinstance(node, fx.Node)
         ]
 
     def parameter_nodes(self) -> dict[fx.Node, str]:

@@ -13,7 +13,7 @@ from torch import fx
 from graphopt.analysis.liveness import GraphLiveness, Owner, Storage, graph_liveness, program_liveness, tensor_bytes
 from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
 from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
-from graphopt.compat import expression, output_list
+from graphopt.compat import FORWARD, expression, output_list
 from graphopt.compat.inductor_program import inductor_programs
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
@@ -181,8 +181,7 @@ class _Builder:
 
     def _add_backward(self, end: int, accumulating: bool) -> None:
         """Gradients live until the step ends. One in another layout than its parameter's is copied when the parameter gets it."""
-        kinds = ("gradient", "none", "slot")
-        positions = [d.target if d.kind == "gradient" else None for d in self.graph.outputs if d.kind in kinds]
+        positions = [d.target if d.kind == "gradient" else None for d in self.graph.outputs if d.kind not in FORWARD]
         for name, value in self.tangents:
             size, shape = tensor_bytes(value, self._formula), tuple(self._dim(s) for s in value.shape)
             why = "gradient of an output, held by autograd while the backward runs"

@@ -31,6 +31,8 @@ from torch.utils._python_dispatch import (
 from torch.utils.module_tracker import ModuleTracker
 
 from graphopt.compat.descriptions import (
+    FORWARD as FORWARD,
+    WRITES as WRITES,
     InputDesc as InputDesc,
     OutputDesc as OutputDesc,
     describe_joint as describe_joint,

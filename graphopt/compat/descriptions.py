@@ -27,15 +27,22 @@ class InputDesc:
     target: Any
 
 
+WRITES = ("mutation", "backward mutation")
+"""Kinds of outputs that are written back to an input."""
+
+FORWARD = ("mutation", "output", "base")
+"""Kinds of outputs that the forward makes."""
+
+
 @dataclass(frozen=True)
 class OutputDesc:
     """What an output of the joint graph is.
 
     Attributes:
-        kind: "output" (target: index among the model's flat outputs), "mutation" or "backward mutation", by which half of the
-            step writes it (target: the mutated `InputDesc`),
-            "base" (target: index of the output that is a view of it), "gradient" (target: the `InputDesc`), "slot" (target: the
-            name of a further result of the backward), "part" (target: a result of one of several graphs, as text) or "none".
+        kind: "output" (target: index among the model's flat outputs), "mutation" or "backward mutation", by the half of the step
+            that writes it (target: the mutated `InputDesc`), "base" (target: index of the output that is a view of it),
+            "gradient" (target: the `InputDesc`), "slot" (target: the name of a further result of the backward), "part" (target: a
+            result of one of several graphs, as text) or "none".
     """
 
     kind: str

@@ -14,7 +14,7 @@ from typing import Any
 from torch import SymInt, Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
-from graphopt.compat import observed_by, versions_of, wrap_backward
+from graphopt.compat import WRITES, observed_by, versions_of, wrap_backward
 from graphopt.compat.aot import compile_joint, compile_plainly, joint_graph, split_again
 from graphopt.compat.distributed import collective_of, is_distributed, is_of_another_rank
 from graphopt.compat.dynamo import differentiates, example_of, is_restart
@@ -82,9 +82,7 @@ class PlanBackend:
         trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned())]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         parameters = {p.name for p in region.parameters}
-        written = (
-            {d.target.target for d in found.graph.outputs if d.kind.endswith("mutation")} if found.graph else set(region.names)
-        )
+        written = {d.target.target for d in found.graph.outputs if d.kind in WRITES} if found.graph else set(region.names)
         unread = written - parameters - {None}
         read = [i for i, v in enumerate(values) if isinstance(v, Tensor) and region.names[i] not in unread]
         communicates = found.graph is not None and any(collective_of(node.target) for node in found.graph.graph.nodes)

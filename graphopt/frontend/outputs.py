@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import BackwardCFunction
 
-from graphopt.compat import keeps_graph, on_compiled_autograd, pytree, wrap_backward
+from graphopt.compat import WRITES, keeps_graph, on_compiled_autograd, pytree, wrap_backward
 from graphopt.compat.fakes import is_traced
 from graphopt.compat.schemas import arguments_of, has_schema
 from graphopt.errors import RerunError
@@ -105,13 +105,13 @@ def reads_what_it_changes(graph: TrainingGraph) -> bool:
 
     It may read the input's value before the change or after it.
     """
-    written = {d.target: r for d, r in zip(graph.outputs, graph.results, strict=True) if d.kind.endswith("mutation")}
+    written = {d.target: r for d, r in zip(graph.outputs, graph.results, strict=True) if d.kind in WRITES}
     inputs = zip(graph.inputs, graph.placeholders, strict=True)
     dependent = {*written.values(), *(node for desc, node in inputs if desc in written)}
     for node in graph.graph.nodes if dependent else ():
         if node.op == "call_function" and not dependent.isdisjoint(_read(node)):
             dependent.add(node)
-    return any(r in dependent for desc, r in zip(graph.outputs, graph.results, strict=True) if not desc.kind.endswith("mutation"))
+    return any(r in dependent for desc, r in zip(graph.outputs, graph.results, strict=True) if desc.kind not in WRITES)
 
 
 def _read(node: fx.Node) -> Sequence[fx.Node]:

@@ -115,7 +115,7 @@ def output_name(desc: compat.OutputDesc) -> str:
     """What an output of a joint graph is, in words; "" if it is nothing."""
     if desc.kind == "gradient":
         return f"gradient of {input_name(desc.target)}"
-    if desc.kind == "mutation":
+    if desc.kind in compat.WRITES:
         return f"new value of {input_name(desc.target)}"
     return "" if desc.kind == "none" else f"{desc.kind} {desc.target}"
 

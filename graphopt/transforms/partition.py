@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphopt.compat import FORWARD
 from graphopt.compat.inductor import partition
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 from graphopt.transforms.symbolic_zeros import tangent_results
@@ -40,7 +41,7 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
     kinds = [desc.kind for desc in graph.outputs]
     tangents = tangent_results(graph)
     static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
-    num_forward = sum(kind in ("mutation", "output", "base") for kind in kinds)
+    num_forward = sum(kind in FORWARD for kind in kinds)
     targets = [desc.target for desc in graph.outputs if desc.kind == "mutation"]
     written = {i for i, desc in enumerate(graph.inputs) if desc in targets}
     forward, backward = partition(graph.module, num_forward, static, inductor, written)

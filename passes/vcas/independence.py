@@ -53,6 +53,8 @@ def why_not_separable(graph: TrainingGraph, tensors: Mapping[str, Tensor], input
     added = next((d.target for d in graph.inputs if d.kind == "input" and not isinstance(d.target, int)), None)
     if added is not None:
         return f"the step has an input of torch's own ({added}), as of checks in torch.linalg.cholesky; cholesky_ex has none"
+    if any(desc.kind == "backward mutation" for desc in graph.outputs) or any(_is_written(node) for node in graph.placeholders):
+        return "the backward of an operator writes to a tensor of the model, which would be computed of the rows that are drawn"
     try:
         graph = for_loss_alone(graph)
         boundaries = find_boundaries(graph)
@@ -70,6 +72,11 @@ def why_not_separable(graph: TrainingGraph, tensors: Mapping[str, Tensor], input
         return str(error).rstrip(".")
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
         return f"the samples could not be tried apart: {' '.join(str(error).split())[:300]}"
+
+
+def _is_written(placeholder: fx.Node) -> bool:
+    """Whether a captured graph writes to an input itself, as its backward alone does: what the forward writes is returned."""
+    return any(user.target is torch.ops.aten.copy_.default and user.args[0] is placeholder for user in placeholder.users)
 
 
 def _inseparable(graph: TrainingGraph, node: fx.Node) -> bool:

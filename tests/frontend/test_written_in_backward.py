@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.analysis.step_memory import step_memory
 
 
 class _Watched(torch.autograd.Function):
@@ -91,3 +93,22 @@ def test_a_buffer_that_requires_a_gradient_gets_it_where_nothing_before_it_is_tr
         run(x).backward()
     torch.testing.assert_close(model.shift.grad, eager.shift.grad)
     assert model.first.weight.grad is None
+
+
+def test_a_step_that_writes_in_its_backward_is_analysed(tmp_path: Path) -> None:
+    model, x = Watching(), torch.randn(3, 4)
+    opt = graphopt.optimize(model, (x,), budget=0.7, backend="aot_eager", verify=True)
+    assert_same_buffers(model, Watching())
+    opt(x).backward()
+    assert opt.last_step is not None
+    assert step_memory(opt.last_step.graph, "aot_eager", None).peak_bytes > 0
+    opt.dump(tmp_path)
+    assert "aten.copy_.default(largest, " in "".join(file.read_text() for file in tmp_path.glob("*.py"))
+
+
+def test_such_a_step_is_not_sampled() -> None:
+    """Trials would write, and what is written would be of the rows that are drawn."""
+    model, x = Watching(), torch.randn(6, 4)
+    opt = graphopt.optimize(model, (x,), graphopt.Budget(variance=0.5), backend="aot_eager")
+    assert "backward of an operator writes" in opt.not_separable
+    assert_same_buffers(model, Watching())
