@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.bench.demo import run_every
-from graphopt.bench.glosses import Glosses, accuracy, pretrained_minilm
+from graphopt.bench.glosses import Glosses, pretrained_minilm
+from graphopt.bench.selection_tasks import evaluate
 
 Batch = dict[str, Tensor]
 
@@ -80,7 +81,7 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
         seconds += time.perf_counter() - start
         losses.append(loss.item())
         if i % args.evaluate == 0 or i == args.steps:
-            curve.append((i, accuracy(model, validation)))
+            curve.append((i, evaluate(model, validation.tensors)[0]))
         bar.advance(task)
     result = {"run": kind, "seed": seed, "losses": losses, "accuracy": curve, "seconds": seconds}
     result["optimizer_bytes"] = state_bytes(optimizer)

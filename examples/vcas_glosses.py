@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.bench.demo import run_every
-from graphopt.bench.glosses import Glosses, accuracy, parts_of_speech, pretrained_minilm
+from graphopt.bench.glosses import Glosses, parts_of_speech, pretrained_minilm
+from graphopt.bench.selection_tasks import evaluate
 
 Batch = dict[str, Tensor]
 
@@ -110,7 +111,7 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
         compiling = compiling or seconds
         losses.append(loss.item())
         if i % args.evaluate == 0 or i == args.steps:
-            curve.append((i, accuracy(model, validation)))
+            curve.append((i, evaluate(model, validation.tensors)[0]))
         bar.advance(task)
     result = {"run": kind, "seed": seed, "losses": losses, "accuracy": curve, "seconds": seconds, "flops_saved": saved}
     result["compiling"] = compiling

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,26 +25,31 @@ from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim, as_call
 from graphopt.compat.distributed import whole_graphs
 from graphopt.distributed.agreement import for_ranks, plan_of_rank_0, require_same_graph, require_same_weights
+from graphopt.distributed.divided import budget_for, is_divided, ranks_for, require_ranks, require_undivided, to_be_averaged
 from graphopt.distributed.predicted import averaged
 from graphopt.distributed.ranks import Ranks
-from graphopt.distributed.sharded import budget_for, to_be_averaged
-from graphopt.distributed.tensor_parallel import is_divided, require_ranks, require_undivided
-from graphopt.distributed.together import ranks_for
 from graphopt.errors import InputError, NothingToPlan, PassError
-from graphopt.frontend.accepted import require_bare, require_module, require_no_mesh, require_storage, training_mode
+from graphopt.frontend.accepted import (
+    require_bare,
+    require_module,
+    require_no_mesh,
+    require_storage,
+    training_mode,
+    with_values,
+)
+from graphopt.frontend.against_eager import first_difference
 from graphopt.frontend.planning_graph import analysed, for_parts, planning_graph
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
 from graphopt.passes import Pass, Preserves
+from graphopt.planner.capacity import capacity
 from graphopt.planner.flops_limit import default_limit
 from graphopt.planner.guidance import Worth, worth_of_flops
 from graphopt.planner.make_plan import make_plan
-from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.parallel import MARGIN, MemoryPlan, check_devices, plan_devices
 from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import resolve_passes
-from graphopt.planner.rating import rate_tensors
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.disabled import VARIABLE, DisabledModule, switched_off
 from graphopt.runtime.module import OptimizedModule
@@ -106,7 +112,7 @@ def optimize(
         BudgetError, InputError, PassError, CaptureError, ImportanceError, RankError, TorchVersionError: with cause and remedy.
     """
     budget = Budget.of(budget)
-    require_module(model, optimizer)
+    require_module(model, optimizer, loss)
     budget, unlimited = budget_for(model, budget)
     if outputs not in ("all", "loss"):
         raise InputError(f"outputs={outputs!r}: use 'all' or 'loss'.")
@@ -117,10 +123,10 @@ def optimize(
         return DisabledModule(model, budget, f"{VARIABLE} is set", backend, loss, ranks=Ranks(group))
     chosen = resolve_passes(passes, budget)
     check_backend(backend)
-    args, kwargs = as_call(example_inputs, batch_dim)
     require_storage(model, limited=budget.flops is not None or budget.memory is not None)
     require_bare(model)
     ranks = ranks_for(model, mesh, group)
+    args, kwargs = ranks.together(lambda: with_values(*as_call(example_inputs, batch_dim)), "reading the batch")
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, model)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss", loss is None)
@@ -159,7 +165,7 @@ def optimize(
     opt.start_techniques()
     if verify:
         with training_mode(model):
-            mine = ranks.together(lambda: opt.first_difference(args, kwargs), "verifying")
+            mine = ranks.together(lambda: first_difference(opt, args, kwargs), "verifying")
             difference = next(filter(None, ranks.gather(mine, "verifying")), "")
         if difference:
             require_no_mesh(mesh, f"verify=True found that {difference}")
@@ -233,9 +239,10 @@ def analyze(
         raise InputError(f"cost={cost!r}: use 'exact' or 'paper'.")
     if backend not in ("inductor", "aot_eager", "eager"):
         raise InputError(f"backend={backend!r}: use 'inductor', 'aot_eager' or 'eager'.")
-    if accumulation < 1:
-        raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
+    if not isinstance(accumulation, Integral) or accumulation < 1:
+        raise InputError(f"accumulation={accumulation!r} must be a whole number of at least 1 backward per optimizer step.")
     check_optimizer(optimizer)
+    require_module(model, loss=loss)
     args, kwargs = as_call(example_inputs, batch_dim)
     with training_mode(model):
         graph = analysed(model, args, kwargs, batch_dim)
@@ -246,8 +253,8 @@ def analyze(
     def measure_memory(on_ranks: TrainingGraph | None) -> MemoryProfile:
         with stage("memory"), training_mode(model):
             if backend != "eager":
-                return step_memory(on_ranks or graph, backend, optimizer, **options)  # type: ignore[arg-type]
-            return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)  # type: ignore[arg-type]
+                return step_memory(on_ranks or graph, backend, optimizer, **options)
+            return eager_memory(model, args, kwargs, batch_dim, optimizer, loss=loss, **options)
 
     return Analysis(profile, graph, device, measure_memory, backend != "eager" and accumulation == 1)
 
@@ -299,26 +306,17 @@ def plan(
     )
 
 
-def worth(
-    model: nn.Module, example_inputs: Any, *, optimizer: torch.optim.Optimizer | None = None, batch_dim: BatchDim = 0
-) -> tuple[Worth, ...]:
+def worth(graph: TrainingGraph) -> tuple[Worth, ...]:
     """What each fraction of a full step's FLOPs buys: how much of the value the best selection within it trains.
 
     What exact passes save is allowed for, as where `optimize` selects. Tensors are rated by place and size alone, without a step.
 
     Args:
-        model, example_inputs, batch_dim: as for `analyze`.
-        optimizer: tensors that it does not hold are worth nothing.
-    Raises:
-        BudgetError, InputError, CaptureError, ImportanceError, TorchVersionError: with cause and remedy.
+        graph: of `analyze`.
     """
-    args, kwargs = as_call(example_inputs, batch_dim)
-    with training_mode(model):
-        graph = analysed(model, args, kwargs, batch_dim)
     limit = default_limit(graph, flop_profile(graph))
-    names = limit.costs.names
-    rated = rate_tensors((), model, args, kwargs, graph, limit.profile, names, optimizer)
-    return worth_of_flops(limit.costs, [rated.values[name] for name in names], spare_flops=limit.likely_saved)
+    values = capacity(graph, limit.profile).values
+    return worth_of_flops(limit.costs, [values[name] for name in limit.costs.names], spare_flops=limit.likely_saved)
 
 
 def pareto(
@@ -340,11 +338,5 @@ def pareto(
     """
     if backend not in ("inductor", "aot_eager"):
         raise InputError(f"backend={backend!r}: use 'inductor' or 'aot_eager'.")
-    check_optimizer(optimizer)
-    args, kwargs = as_call(example_inputs, batch_dim)
-    with training_mode(model):
-        graph = analysed(model, args, kwargs, batch_dim)
-    profile = flop_profile(graph)
-    rated = rate_tensors((), model, args, kwargs, graph, profile, profile.order)
-    limit = MemoryLimit(0, backend, optimizer)
-    return trade_offs(graph, rated, limit, advance)
+    graph = analyze(model, example_inputs, optimizer=optimizer, batch_dim=batch_dim).graph
+    return trade_offs(graph, backend, optimizer, advance)

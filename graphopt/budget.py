@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
+import sys
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from graphopt.errors import BudgetError
 
@@ -42,10 +44,13 @@ class Budget:
             raise BudgetError(
                 f"flops={self.flops!r} must be a number above 0 and at most 1: the fraction of a full training step."
             )
-        if self.variance is not None and not (_is_number(self.variance) and self.variance > 0):
+        if self.variance is not None and not (_is_number(self.variance) and 0 < self.variance <= sys.float_info.max):
             raise BudgetError(f"variance={self.variance!r} must be a positive number, for instance 0.025.")
         if self.or_more and self.flops is None:
             raise BudgetError("or_more=True needs flops=: the fraction that more than may be taken.")
+        for name in ("flops", "variance"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, float(value))  # numpy's are numbers, too
         if self.memory is not None:
             object.__setattr__(self, "memory", parse_bytes(self.memory))
 
@@ -73,7 +78,7 @@ Limits: TypeAlias = Budget | float | Literal["auto"] | None
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and (isinstance(value, int) or math.isfinite(value))
 
 
 def parse_bytes(value: int | str) -> int:
@@ -82,7 +87,7 @@ def parse_bytes(value: int | str) -> int:
     Raises:
         BudgetError: not a positive amount of memory.
     """
-    amount = -1.0
+    amount: Any = -1.0
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", value, re.IGNORECASE)
         if match and (unit := match.group(2).upper()) in _UNITS:

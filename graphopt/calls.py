@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,9 +43,15 @@ class Call(NamedTuple):
 
 
 def kind_of(batch: Any) -> Hashable:
-    """What a compiled step depends on, as far as the batch goes: its structure, shapes and types of tensors, other values."""
+    """What tells batches that fail from others: structure, shapes and types of tensors, types of numbers, other values."""
     leaves, spec = pytree.tree_flatten(batch)
-    return str(spec), tuple((t.dtype, t.device, t.shape) if isinstance(t, Tensor) else str(t) for t in leaves)
+    return str(spec), tuple(map(_kind_of_leaf, leaves))
+
+
+def _kind_of_leaf(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.dtype, leaf.device, leaf.shape
+    return type(leaf).__name__ if type(leaf) in (int, float) else str(leaf)
 
 
 def as_call(example_inputs: Any, batch_dim: BatchDim = 0) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -54,9 +61,15 @@ def as_call(example_inputs: Any, batch_dim: BatchDim = 0) -> tuple[tuple[Any, ..
         example_inputs: a tensor, a tuple or list of arguments, or a mapping of them by name.
         batch_dim: see `graphopt.optimize`; names in it are checked.
     Raises:
-        InputError: not a tensor, tuple, list or mapping; or `batch_dim` names an input that is not there.
+        InputError: not a tensor, tuple, list or mapping; or `batch_dim` names an input that is not there, or no dimension.
     """
     args, kwargs = _as_call(example_inputs)
+    for dim in batch_dim.values() if isinstance(batch_dim, Mapping) else (batch_dim,):
+        if dim is not None and not isinstance(dim, Integral):
+            raise InputError(
+                f"batch_dim={batch_dim!r}: {dim!r} is no dimension. Give a whole number, None for inputs without a batch, or one "
+                "of these by the name of each input."
+            )
     if isinstance(batch_dim, Mapping):
         known = [*range(len(args)), *kwargs, *flatten_call(args, kwargs).names]
         for name in batch_dim:
@@ -94,6 +107,20 @@ def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatInputs
     )
 
 
+def copy_tensors(tree: Any) -> Any:
+    """The same structure with a copy of every tensor; one tensor in two places stays one."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    return pytree.tree_map(copied, tree)
+
+
 def batch_dims_of(inputs: FlatInputs, batch_dim: BatchDim) -> tuple[int | None, ...]:
     """The batch dimension of each flat tensor; None for scalars and inputs declared to have no batch.
 
@@ -102,12 +129,7 @@ def batch_dims_of(inputs: FlatInputs, batch_dim: BatchDim) -> tuple[int | None, 
     """
     dims: list[int | None] = []
     for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
-        dim: int | None
-        if isinstance(batch_dim, Mapping):
-            key = int(name) if name.isdigit() else name
-            dim = batch_dim.get(key, 0)
-        else:
-            dim = batch_dim
+        dim = _named_dim(name, batch_dim) if isinstance(batch_dim, Mapping) else batch_dim
         if dim is None or tensor.dim() == 0:
             dims.append(None)
             continue
@@ -115,6 +137,13 @@ def batch_dims_of(inputs: FlatInputs, batch_dim: BatchDim) -> tuple[int | None, 
             raise InputError(f"input {name!r} has shape {tuple(tensor.shape)} and no batch dimension {dim}.")
         dims.append(dim % tensor.dim())
     return tuple(dims)
+
+
+def _named_dim(name: str, batch_dim: Mapping[str | int, int | None]) -> int | None:
+    """That of a tensor, or of the argument that holds it: the longest part of its name that is there."""
+    parts = name.split(".")
+    keys = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
+    return next((batch_dim[k] for key in keys for k in (key, int(key) if key.isdigit() else key) if k in batch_dim), 0)
 
 
 def batch_size_of(inputs: FlatInputs, dims: Sequence[int | None]) -> int | None:

@@ -34,11 +34,8 @@ _PREFIX = "model."
 TRACING = threading.RLock()
 """torch traces in one thread at a time: it patches modules while it does."""
 
-_CACHE = "use_cache"
-"""Flag of a configuration; see `no_generation_cache`."""
 
-
-class Call(nn.Module):
+class _Flat(nn.Module):
     """`model` as a function of flat tensors: what Dynamo traces."""
 
     def __init__(self, model: nn.Module, inputs: FlatInputs) -> None:
@@ -93,7 +90,7 @@ def _capture(
             "the model has no trainable parameters: set requires_grad=True on those to be trained before optimize()."
         )
     model, tensors = compat.without_storage(model, inputs.tensors)
-    with unchanged_rng(tensors), no_generation_cache(model), compat.no_new_globals(Call.forward):
+    with unchanged_rng(tensors), no_generation_cache(model), compat.no_new_globals(_Flat.forward):
         if batch_size is None:
             return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
         if batch_size == 0:
@@ -135,7 +132,7 @@ def _trace(
         for tensor, dim in zip(tensors, dims, strict=True):
             if dim is not None:
                 compat.mark_batch_symbolic(tensor, dim)
-    call = Call(model, inputs)
+    call = _Flat(model, inputs)
     traced = compat.dynamo_capture(call, tensors)
     with contextlib.ExitStack() as stack:
         try:
@@ -278,7 +275,8 @@ def tiled(tensors: Sequence[Tensor], dims: Sequence[int | None], repeats: int) -
     if repeats == 1:
         return list(tensors)
     with torch.no_grad():
-        return [t if d is None else torch.cat([t] * repeats, dim=d) for t, d in zip(tensors, dims, strict=True)]
+        repeated = [t if d is None else torch.cat([t] * repeats, dim=d) for t, d in zip(tensors, dims, strict=True)]
+    return [made.requires_grad_(t.requires_grad) for made, t in zip(repeated, tensors, strict=True)]
 
 
 def twin(model: nn.Module, shared: bool = False) -> nn.Module:
@@ -313,20 +311,25 @@ def unchanged_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
         numpy.random.set_state(shared)
 
 
-@contextlib.contextmanager
-def no_generation_cache(model: nn.Module) -> Iterator[None]:
+def no_generation_cache(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Generative models return a key and value cache unless configured not to; training has no use for it."""
-    configs = [config for config in caching_configs(model) if config.use_cache]
+    return without_cache(caching_configs(model))
+
+
+@contextlib.contextmanager
+def without_cache(configs: Sequence[Any]) -> Iterator[None]:
+    """See `no_generation_cache`."""
+    caching = [config for config in configs if config.use_cache]
     try:
-        for config in configs:
+        for config in caching:
             config.use_cache = False
         yield
     finally:
-        for config in configs:
+        for config in caching:
             config.use_cache = True
 
 
 def caching_configs(model: nn.Module) -> list[Any]:
     """Configurations of generative models in a model, which say whether they return a cache."""
     held = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
-    return [config for config in held.values() if isinstance(getattr(config, _CACHE, None), bool)]
+    return [config for config in held.values() if isinstance(getattr(config, "use_cache", None), bool)]

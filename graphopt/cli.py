@@ -24,11 +24,10 @@ from graphopt.cli_options import (
     check_picture,
     checked_optimizer,
     default_flops,
-    json_text,
-    make_folder_of,
     plain_console,
 )
 from graphopt.errors import GraphoptError, InputError
+from graphopt.report.files import json_text, make_folder_of
 
 app = typer.Typer(
     name="graphopt",
@@ -83,7 +82,7 @@ def analyze(
         analysis = graphopt.analyze(loaded, inputs, cost=cost, backend=backend, optimizer=states)
         flops = analysis.flops
         if memory:
-            from graphopt.report.memory import memory_dict, plot_timeline, show_memory
+            from graphopt.report.costs import memory_dict, plot_timeline, show_memory
 
             profile = analysis.memory
             title = f"{model}, batch {profile.batch_size}, {backend}, {optimizer}"
@@ -96,7 +95,7 @@ def analyze(
         else:
             show_memory(profile, plain_console(), title, top)
         return
-    from graphopt.report.flops import show_flops
+    from graphopt.report.costs import show_flops
 
     rows = list(flops.tensors)
     most = (None if as_json else 20) if top is None else top
@@ -131,7 +130,7 @@ def plan(
     import graphopt
     from graphopt.integrations.models import load
     from graphopt.planner.parallel import check_devices, plan_devices
-    from graphopt.report.memory import plot_timeline, show_plan
+    from graphopt.report.costs import plot_timeline, show_plan
 
     check_devices(devices, device_memory, tensor_parallel, margin)
     check_picture(plot)
@@ -203,12 +202,10 @@ def pareto(
     """What a training step can cost: the best plans over FLOPs, memory and the importance that they keep."""
     from rich.progress import Progress
 
-    from graphopt.api import pareto as find, worth
-    from graphopt.calls import as_call
-    from graphopt.frontend.batch import batch_size
+    from graphopt.api import analyze as count, worth
     from graphopt.integrations.models import load
     from graphopt.planner.guidance import cliffs
-    from graphopt.planner.pareto import STEPS
+    from graphopt.planner.pareto import STEPS, trade_offs
     from graphopt.report.pareto import plot_points, show_points, show_worth
 
     check_picture(plot)
@@ -216,10 +213,11 @@ def pareto(
     with Progress(console=plain_console(stderr=True), disable=quiet) as bar:
         loaded, inputs = load(model, batch, length, weights=False)
         task = bar.add_task("planning", total=STEPS**2)
-        points = find(loaded, inputs, backend=backend, optimizer=states, advance=lambda: bar.advance(task))
-        curve = worth(loaded, inputs)
+        graph = count(loaded, inputs, optimizer=states).graph
+        points = trade_offs(graph, backend, states, lambda: bar.advance(task))
+        curve = worth(graph)
     if plot is not None:
-        samples = batch_size(*as_call(inputs), 0)  # a factory does not ask for --batch
+        samples = graph.batch_size  # a factory does not ask for --batch
         plot_points(points, plot, f"{model}, batch {samples}: plans of which none is worse in everything")
     if as_json:
         found = {"plans": list(map(asdict, points)), "flops": list(map(asdict, curve)), "cliffs": cliffs(curve)}
@@ -269,7 +267,8 @@ def optimize(
     make_folder_of(out / "report.json")
     with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
-        steps_with = None if compresses or states is None else _made(states, loaded)
+        without = states is None and memory is None
+        steps_with = None if compresses or without else _made(states or "sgd", loaded)  # which holds no states either
         opt = graphopt.optimize(
             loaded.train(), inputs, budget=limits, passes=named, backend=backend, optimizer=steps_with, verify=verify
         )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from graphopt.errors import InputError
+from graphopt.report.files import make_folder_of
 from graphopt.report.progress import stages_told
 
 Model = Annotated[str, typer.Argument(help="A Hugging Face folder or config file (never downloaded), or package.module:factory.")]
@@ -37,11 +35,6 @@ def plain_console(stderr: bool = False) -> Console:
     return Console(stderr=stderr, markup=False, emoji=False)
 
 
-def json_text(values: Any) -> str:
-    """JSON of plain values; null where a number is infinite or none, which JSON cannot say."""
-    return json.dumps(json.loads(json.dumps(values), parse_constant=lambda _: None), indent=1)
-
-
 @contextlib.contextmanager
 def at_work(quiet: bool) -> Iterator[None]:
     """Stages are told; cycles are looked for rarely.
@@ -55,23 +48,6 @@ def at_work(quiet: bool) -> Iterator[None]:
             yield
     finally:
         gc.set_threshold(*thresholds)
-
-
-def make_folder_of(file: Path | None) -> None:
-    """Make the folder that a file is to be written to, before the work whose result it is.
-
-    Raises:
-        InputError: it cannot be made, nothing can be written there, or the file is a folder.
-    """
-    if file is not None and file.is_dir():
-        raise InputError(f"cannot write {file}: it is a folder. Name a file in it.")
-    try:
-        if file is not None and not os.access(file, os.W_OK):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=file.parent) if not file.exists() else file.open("ab"):
-                pass
-    except OSError as error:
-        raise InputError(f"cannot write {file}: {error}") from error
 
 
 def check_picture(file: Path | None) -> None:

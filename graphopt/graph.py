@@ -213,7 +213,7 @@ class TrainingGraph:
         return node
 
     def add_backward_output(self, name: str, node: fx.Node) -> None:
-        """Have the backward return `node`, too; `Lowered.slots[name]` is its value after each backward."""
+        """Have the backward return `node`, too; the pass that adds it gets its value in each backward."""
         self.outputs = (*self.outputs, OutputDesc("slot", name))
         self.graph.output_node().args = ((*self.results, node),)
 

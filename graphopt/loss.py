@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphopt.compat import pytree
-from graphopt.errors import ImportanceError
+from graphopt.errors import ImportanceError, InputError
 
 LossFunction = Callable[[Any], Tensor]
 """From the model's output to a scalar loss."""
@@ -18,6 +18,9 @@ PROBED = "sensitivity of the outputs (no scalar loss among them: pass loss= for 
 """Where a scalar is from that stands in for a loss."""
 
 _PROBE_SEED = 0x6772
+
+FLOAT16_SCALE = 2.0**12
+"""Of a loss whose backward runs in float16: a sixteenth of what `torch.amp.GradScaler` starts with."""
 
 
 def scalar_loss(output: Any, loss: LossFunction | None = None) -> tuple[Tensor, str]:
@@ -29,6 +32,7 @@ def scalar_loss(output: Any, loss: LossFunction | None = None) -> tuple[Tensor, 
             none is probed with random output gradients.
     Raises:
         ImportanceError: no output requires a gradient.
+        InputError: see `own_loss`.
     """
     own = own_loss(output, loss)
     if own is not None:
@@ -47,14 +51,36 @@ def own_loss(output: Any, loss: LossFunction | None = None) -> Tensor | None:
 
     Args:
         output, loss: see `scalar_loss`.
+    Raises:
+        InputError: `loss` returns something else.
     """
     if loss is not None:
-        return loss(output)
-    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if own is None and isinstance(output, (tuple, list)) and output:
-        own = output[0]
-    if own is None:
-        own = output
+        own: Any = loss(output)
+    else:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if own is None and isinstance(output, (tuple, list)) and output:
+            own = output[0]
+        if own is None:
+            own = output
     if isinstance(own, Tensor) and own.numel() == 1 and own.requires_grad:
         return own.sum()
-    return None
+    if loss is None:
+        return None
+    what = f"a tensor of shape {tuple(own.shape)}" if isinstance(own, Tensor) else f"a {type(own).__name__}"
+    without = " that requires no gradient" if isinstance(own, Tensor) and not own.requires_grad else ""
+    raise InputError(
+        f"loss= must return a tensor of one number that can be differentiated, and returns {what}{without}. Remedy: take the "
+        "mean there, and neither .item() nor .detach()."
+    )
+
+
+def gradients_of(scalar: Tensor, tensors: Sequence[Tensor], float16: bool) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`; None for tensors that `scalar` does not depend on.
+
+    Args:
+        float16: the backward has tensors of float16, in which small gradients are 0. The loss is scaled, and gradients, in
+            float32, are scaled back.
+    """
+    scaled = scalar.float() * FLOAT16_SCALE if float16 else scalar
+    found = torch.autograd.grad(scaled, tensors, allow_unused=True)
+    return tuple(g.float() / FLOAT16_SCALE if float16 and g is not None else g for g in found)

@@ -1,197 +1,110 @@
-"""A static joint graph as a function with a `grad_fn`, for checks of graphs and for measurements; training runs torch.compile's.
+"""A static joint graph as a differentiable function, for checks of graphs and for measurements; training runs torch.compile's.
 
-The joint graph is partitioned into a forward and a backward, both are compiled, and an `autograd.Function` ties them together. It
-hands autograd exactly the gradients that the graph computes, None for the rest, and writes updated buffers back.
+AOTAutograd splits the graph, compiles its halves and runs them, as in training. What it is given to trace takes and returns what
+the graph does, and computes nothing: the graph itself comes in the place of its joint graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from graphopt import compat
 from graphopt.calls import FlatInputs
-from graphopt.compat import InputDesc
-from graphopt.compat.aot import compile_half
-from graphopt.compat.inductor import compile_inductor_backward, compile_inductor_forward
-from graphopt.errors import GraphoptError
+from graphopt.capture import TRACING
+from graphopt.compat import InputDesc, OutputDesc
+from graphopt.compat.aot import GraphCompiler, Hooks, compile_joint
+from graphopt.errors import InputError
+from graphopt.frontend.region import write_mutations
+from graphopt.frontend.values import OWN, Supplier, Values
 from graphopt.graph import TrainingGraph
-from graphopt.runtime.uniforms import Uniforms
-from graphopt.transforms.partition import Halves, split
+from graphopt.transforms.symbolic_zeros import tangent_results
 
-Backend = str | Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
+Backend = str | GraphCompiler
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """A compiled joint graph.
-
-    Attributes:
-        halves: the partitioned graphs that were compiled.
-        run: `(flat graph inputs, tangents left out) -> flat model outputs`, differentiable.
-        slots: what the last backward returned beside gradients, by name; see `TrainingGraph.add_backward_output`.
-    """
-
-    halves: Halves
-    run: Callable[[Sequence[Any]], list[Any]]
-    slots: dict[str, Tensor]
-
-
 def check_backend(backend: Backend) -> None:
-    """Raise `GraphoptError` unless `backend` is one that `lower` knows."""
+    """Raise `InputError` unless `backend` is one that steps are compiled by."""
     if not callable(backend) and backend not in ("inductor", "aot_eager"):
-        raise GraphoptError(f"unknown backend {backend!r}: use 'inductor', 'aot_eager' or a callable (gm, inputs).")
+        raise InputError(f"unknown backend {backend!r}: use 'inductor', 'aot_eager' or a callable (gm, inputs).")
 
 
-def lower(graph: TrainingGraph, backend: Backend) -> Lowered:
-    """Partition and compile a static graph (see `specialise`, with `decompose=True` for Inductor)."""
-    layout = _Layout.of(graph)
-    halves = split(graph, inductor=backend == "inductor")
-    if backend == "inductor":
-        outputs = halves.num_forward - halves.num_mutations
-        forward = compile_inductor_forward(halves.forward, halves.backward, halves.num_mutations, outputs, halves.static_inputs)
-        backward = compile_inductor_backward(halves.backward)
-    else:
-        forward, backward = (compile_half(half, backend) for half in (halves.forward, halves.backward))
-    runner = _Runner(layout, tuple(halves.tangents.values()), forward, backward)
-    return Lowered(halves, runner, runner.slots)
+def lower(graph: TrainingGraph, backend: Backend, supplier: Supplier) -> Callable[[FlatInputs, Mapping[str, Tensor]], list[Any]]:
+    """Compile a static graph (see `specialise`), which is used up; where Inductor is asked for, by aot_eager: it runs seldom.
+
+    Args:
+        supplier: of what passes have the graph take and return beside the model's own values.
+    Returns:
+        From a batch, and parameters and buffers by name, to the model's flat outputs. These can be differentiated, and what the
+        model updates is updated.
+    """
+    values = Values(supplier)
+    values.connect_results(graph, 0)  # what is fetched is copied, which no prediction of memory counts
+    inputs = [(d, node.meta["val"]) for d, node in zip(graph.inputs, graph.placeholders, strict=True) if d.kind != "tangent"]
+    written = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
+    strides = [None if desc in written else value.stride() for desc, value in inputs]
+    run, num_outputs = _compiled(graph, inputs, backend), sum(desc.kind == "output" for desc in graph.outputs)
+
+    # the graph finds `values` by a number, as long as they live
+    def step(batch: FlatInputs, tensors: Mapping[str, Tensor], _alive: Values = values) -> list[Any]:
+        given = []
+        for desc, value in inputs:
+            if desc.kind in OWN:
+                given.append(batch.tensors[desc.target] if desc.kind == "input" else tensors[desc.target])
+            else:
+                like = torch.empty(0, dtype=value.dtype, device=value.device)
+                given.append(supplier.supply(desc, value.shape, like))
+        with compat.no_autocast():
+            return list(run(*map(_laid_out, given, strides)))[:num_outputs]
+
+    return step
 
 
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """`tensor` in the memory layout that a graph was traced with; a copy only if it has another."""
-    if tensor.stride() == stride:
+def _compiled(graph: TrainingGraph, inputs: Sequence[tuple[InputDesc, Tensor]], backend: Backend) -> Callable[..., Any]:
+    """A graph as a function of these inputs, which are all but the tangents; returns outputs and what they are views of."""
+    found = list(zip(graph.outputs, graph.results, strict=True))
+    results = [(desc, node) for desc, node in found if desc.kind in ("output", "base")]
+    written = [(desc, node) for desc, node in found if desc.kind == "mutation"]
+    gradients = {graph.inputs.index(desc.target): (desc, node) for desc, node in found if desc.kind == "gradient"}
+    returned = [*results, *(gradients.get(i, (OutputDesc("none", None), None)) for i in range(len(inputs)))]
+    graph.outputs = tuple(desc for desc, _ in (*returned, *written))
+    graph.graph.output_node().args = (tuple(node for _, node in (*returned, *written)),)
+    write_mutations(graph, len(returned))
+    differentiable = set(tangent_results(graph).values())
+    like = [(node.meta["val"] if isinstance(node, fx.Node) else node, i in differentiable) for i, (_, node) in enumerate(results)]
+    module = _stand_in(len(inputs), [graph.inputs.index(desc.target) for desc, _ in written], like)
+    examples = [value.detach().requires_grad_(i in gradients) for i, (_, value) in enumerate(inputs)]
+
+    def failed(error: Exception) -> None:
+        raise error
+
+    hooks = Hooks(lambda *_: graph.module, lambda *_: None, lambda *_: None, failed, "")
+    with TRACING, compat.unsynced_tracing_context(compat.fake_mode_of(examples)):
+        return compile_joint(module, examples, "aot_eager" if backend == "inductor" else backend, hooks)
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """`tensor` in the memory layout that a graph was traced with; a copy only if it has another, and the graph reads it alone."""
+    if stride is None or tensor.stride() == stride:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where everything stands in the inputs and outputs of a joint graph; read before the partitioner rewrites it.
+def _stand_in(num_inputs: int, written: Sequence[int], results: Sequence[tuple[Any, bool]]) -> fx.GraphModule:
+    """What writes to some of its inputs, and returns values like these, of which some can be differentiated."""
 
-    Attributes:
-        mutated: input position of each updated buffer that the forward returns first.
-        num_results, num_outputs: the model's outputs with and without the bases that some of them are views of.
-        strides: per input, the memory layout that the graph was traced with.
-        tangents: by the position of a result, the memory layout of its gradient.
-        gradients: (index among the backward's results, input position) of every gradient that is computed.
-        slots: (index among the backward's results, name) of what the backward returns beside gradients.
-    """
+    def step(*inputs: Tensor) -> list[Any]:
+        for position in written:
+            inputs[position].zero_()
+        return [like(value).requires_grad_(wanted) if isinstance(value, Tensor) else value for value, wanted in results]
 
-    mutated: tuple[int, ...]
-    num_results: int
-    num_outputs: int
-    strides: tuple[tuple[int, ...], ...]
-    tangents: dict[int, tuple[int, ...]]
-    gradients: tuple[tuple[int, int], ...]
-    slots: tuple[tuple[int, str], ...]
+    def like(value: Tensor) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
-    @classmethod
-    def of(cls, graph: TrainingGraph) -> _Layout:
-        descs = graph.outputs
-        results = [d for d in descs if d.kind in ("output", "base")]
-        position = {(d.kind, d.target): i for i, d in enumerate(results)}
-        inputs = list(zip(graph.inputs, graph.placeholders, strict=True))
-        tangents = [(d.target, node.meta["val"]) for d, node in inputs if d.kind == "tangent"]
-        returned = [(d, node) for d, node in zip(descs, graph.results, strict=True) if d.kind in ("gradient", "none", "slot")]
-        return cls(
-            mutated=tuple(graph.inputs.index(d.target) for d in descs if d.kind == "mutation"),
-            num_results=len(results),
-            num_outputs=sum(d.kind == "output" for d in results),
-            strides=tuple(tuple(node.meta["val"].stride()) for desc, node in inputs if desc.kind != "tangent"),
-            tangents={position[made.kind, made.target]: tuple(value.stride()) for made, value in tangents},
-            gradients=tuple(
-                (k, graph.inputs.index(d.target))
-                for k, (d, node) in enumerate(returned)
-                if node is not None and d.kind == "gradient"
-            ),
-            slots=tuple((k, d.target) for k, (d, _) in enumerate(returned) if d.kind == "slot"),
-        )
-
-
-class _Runner:
-    """Calls the compiled pair; see the module's docstring."""
-
-    def __init__(self, layout: _Layout, read: Sequence[int], forward: Any, backward: Any) -> None:
-        """Set up.
-
-        Args:
-            read: positions of the results whose gradients the backward takes, in their order.
-        """
-        self.layout = layout
-        self.read = read
-        self.forward = forward
-        self.backward = backward
-        self.slots: dict[str, Tensor] = {}
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        """Run the step on the joint graph's inputs, less the tangents."""
-        differentiated = [inputs[position] for _, position in self.layout.gradients]
-        return list(_Step.apply(self, tuple(inputs), *differentiated))[: self.layout.num_outputs]
-
-
-class _Step(torch.autograd.Function):
-    """The compiled step as one node of the autograd graph."""
-
-    @staticmethod
-    def forward(ctx: Any, runner: _Runner, inputs: tuple[Any, ...], *differentiated: Tensor) -> Any:
-        layout, mutations = runner.layout, len(runner.layout.mutated)
-        with compat.no_autocast():
-            returned = runner.forward(
-                [
-                    _laid_out(t.detach().clone() if i in layout.mutated else t.detach(), stride)
-                    for i, (t, stride) in enumerate(zip(inputs, layout.strides, strict=True))
-                ]
-            )
-        for position, value in zip(layout.mutated, returned[:mutations], strict=True):
-            inputs[position].copy_(value)
-        results = returned[mutations : mutations + layout.num_results]
-        ctx.runner, ctx.saved = runner, list(returned[mutations + layout.num_results :])
-        ctx.results = [(r.shape, r.dtype, r.device) if isinstance(r, Tensor) else None for r in results]
-        ctx.mark_non_differentiable(*(r for i, r in enumerate(results) if i not in layout.tangents and isinstance(r, Tensor)))
-        ctx.set_materialize_grads(False)
-        return tuple(r.view_as(r) if isinstance(r, Tensor) else r for r in results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        runner: _Runner = ctx.runner
-        args, ctx.saved = ctx.saved, None
-        for i in runner.read:
-            shape, dtype, device = ctx.results[i]
-            gradient = gradients[i]
-            value = torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            args.append(_laid_out(value, runner.layout.tangents[i]))
-        with compat.no_autocast():
-            returned = runner.backward(args)
-        runner.slots.update({name: returned[k] for k, name in runner.layout.slots})
-        return (None, None, *(returned[k] for k, _ in runner.layout.gradients))
-
-
-def graph_inputs(
-    graph: TrainingGraph,
-    inputs: FlatInputs,
-    model_tensors: Mapping[str, Tensor],
-    uniforms: Uniforms,
-    given: Mapping[InputDesc, Tensor] | None = None,
-) -> list[Tensor]:
-    """The inputs of a graph's forward, in order: the caller's, the model's, and random numbers for passes that draw.
-
-    Args:
-        given: values of inputs of kind "given" and "compressed".
-    """
-    flat = []
-    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        if desc.kind == "input":
-            flat.append(inputs.tensors[desc.target])
-        elif desc.kind == "random":
-            value = node.meta["val"]
-            flat.append(uniforms.draw(desc.target, int(value.shape[0]), value.device))
-        elif desc.kind in ("given", "compressed"):
-            flat.append((given or {})[desc])
-        elif desc.kind != "tangent":
-            flat.append(model_tensors[desc.target])
-    return flat
+    graph = fx.Graph()
+    graph.output(graph.call_function(step, tuple(graph.placeholder(f"input_{i}") for i in range(num_inputs))))
+    return fx.GraphModule(nn.Module(), graph)

@@ -28,19 +28,18 @@ def concrete(graph: TrainingGraph, value: Any, batch_size: int) -> Any:
     return torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
 
 
-def specialise(graph: TrainingGraph, batch_size: int, decompose: bool = False) -> TrainingGraph:
+def specialise(graph: TrainingGraph, batch_size: int) -> TrainingGraph:
     """A static copy of `graph` for one batch size.
 
     Args:
         batch_size: samples; must satisfy `graph.accepts`.
-        decompose: also rewrite operators to those that Inductor lowers.
     Raises:
         PassError: the graph's trace relied on a condition that this batch size does not meet.
     """
     if not graph.accepts(batch_size):
         raise PassError(f"the captured graph is not valid for a batch of {batch_size}; capture the model again.")
     fake_mode = compat.new_fake_mode()
-    module = compat.retrace(graph.module, concrete_inputs(graph, batch_size, fake_mode), fake_mode, decompose)
+    module = compat.retrace(graph.module, concrete_inputs(graph, batch_size, fake_mode), fake_mode, False)
     _name_placeholders(graph, module)
     return replace(graph, module=module, symbols=frozenset(), batch_size=batch_size, guards=(), minimum_batch=1)
 
@@ -49,7 +48,7 @@ def symbolic(graph: TrainingGraph, decompose: bool = False) -> TrainingGraph:
     """A copy of `graph` that can be partitioned as `specialise`'s can, with shapes still in terms of `B`.
 
     Args:
-        decompose: see `specialise`.
+        decompose: also rewrite operators to those that Inductor lowers.
     """
     if decompose:
         values = [node.meta["val"] for node in graph.placeholders]

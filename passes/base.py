@@ -6,21 +6,22 @@ took. It never sees the caller's graph: `run_pass` gives it a clone, verifies th
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from graphopt.analysis.flops import flop_profile
+from graphopt.analysis.kept import kept
 from graphopt.analysis.saved import saved_bytes
 from graphopt.compat import InputDesc, OutputDesc
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.verify import verify
 
-_counted: weakref.WeakKeyDictionary[fx.GraphModule, dict[int, tuple[int, int]]] = weakref.WeakKeyDictionary()
+Desc = TypeVar("Desc", InputDesc, OutputDesc)
 
 
 class Preserves(Enum):
@@ -134,6 +135,12 @@ class Supplying(Pass, Protocol):
         ...
 
 
+def numbered(name: str, known: Iterable[str]) -> str:
+    """The name of a site; the second of one name, and every further one, gets a number."""
+    count = 1 + sum(other.partition(" #")[0] == name for other in known)
+    return name if count == 1 else f"{name} #{count}"
+
+
 def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[TrainingGraph, PassReport]:
     """Apply a pass to a clone of `graph`, verify the clone, and report.
 
@@ -142,6 +149,7 @@ def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[Train
     """
     rewritten = graph.clone()
     changes = rewrite.apply(rewritten, decisions)
+    note_owner(rewritten, graph.inputs, graph.outputs, rewrite.name)
     verify(rewritten, graph)
     flops_before, saved_before = _figures(graph)
     flops_after, saved_after = _figures(rewritten)
@@ -149,9 +157,23 @@ def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[Train
     return rewritten, report
 
 
+def note_owner(graph: TrainingGraph, inputs: Iterable[InputDesc], outputs: Iterable[OutputDesc], owner: str) -> None:
+    """Note which pass has added what a graph takes and returns beside these."""
+    graph.inputs, graph.outputs = _owned(graph.inputs, inputs, owner), _owned(graph.outputs, outputs, owner)
+
+
+def _owned(descs: Iterable[Desc], before: Iterable[Desc], owner: str) -> tuple[Desc, ...]:
+    """What a graph takes or returns, knowing which pass added it: its values come from that pass, and go to it, alone."""
+    left, found = Counter(before), []  # another pass may add what one before it has added, such as a result of the same name
+    for desc in descs:
+        left[desc] -= 1
+        if left[desc] < 0:
+            target = replace(desc.target, owner=owner) if desc.kind == "gradient" else desc.target
+            desc = replace(desc, target=target, owner=owner)
+        found.append(desc)
+    return tuple(found)
+
+
 def _figures(graph: TrainingGraph) -> tuple[int, int]:
-    """FLOPs of a step and bytes that it saves, counted once: a graph that is made is not changed, see `planner.rewrites`."""
-    known = _counted.setdefault(graph.module, {})
-    if graph.batch_size not in known:
-        known[graph.batch_size] = flop_profile(graph).step, saved_bytes(graph)
-    return known[graph.batch_size]
+    """FLOPs of a step and bytes that it saves, counted once."""
+    return kept(graph, "counts", None, lambda: (flop_profile(graph).step, saved_bytes(graph)))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 from graphopt.passes.base import Changes, Preserves, Site
+from graphopt.passes.fields import require_names, require_one_of
 from graphopt.passes.technique import Offers, Selecting, Technique
 
 from graphopt.errors import ALL_FROZEN, PassError
@@ -52,9 +53,9 @@ class GreenTrainer(Technique):
     unneeded = "everything is trained within the budget"
 
     def __post_init__(self) -> None:
-        for name, known in (("rule", get_args(Rule)), ("metric", get_args(Metric))):
-            if getattr(self, name) not in known:
-                raise PassError(f"greentrainer: {name}={getattr(self, name)!r} is unknown. Use one of {', '.join(known)}.")
+        require_names(self, "train")
+        require_one_of(self, "rule", get_args(Rule))
+        require_one_of(self, "metric", get_args(Metric))
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every parameter whose gradient the graph computes."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphopt.passes.base import Changes, Pass, Preserves, Site
+from graphopt.passes.fields import require_names
 from graphopt.passes.technique import Found, Offers, Planning, Technique
 
 from graphopt.analysis.segments import find_segments, segments_named
@@ -56,12 +57,13 @@ class Recompute(Technique):
     decides = Segments
     unneeded = "what is trained fits the memory without it"
 
+    def __post_init__(self) -> None:
+        require_names(self, "segments")
+
     def check(self, budget: Budget, passes: Sequence[Pass]) -> None:
         """See that something says what to compute again."""
         if budget.memory is None and self.segments is None:
             raise PassError("recompute needs the names of segments, or a Budget(memory=...) to choose them for.")
-        if isinstance(self.segments, str):
-            raise PassError(f"recompute: segments={self.segments!r} is one name; give a tuple of names.")
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """See that the segments that were named are among the graph's.

@@ -114,16 +114,18 @@ class State:
 
 
 class Supplied(State):
-    """Values for the inputs that a pass adds, from its own methods; see `Supplying`."""
+    """Values for the inputs that a pass itself adds, from its own methods; see `Supplying`."""
 
     def __init__(self, rewrite: Supplying) -> None:
         self.rewrite = rewrite
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:
         """See `State`."""
-        return self.rewrite.supply(desc, size, like)
+        return self.rewrite.supply(desc, size, like) if desc.owner == self.rewrite.name else None
 
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> bool:
         """See `State`."""
-        self.rewrite.take(desc, value)
-        return True
+        mine = desc.owner == self.rewrite.name
+        if mine:
+            self.rewrite.take(desc, value)
+        return mine

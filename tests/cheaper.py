@@ -12,6 +12,7 @@ gc.disable()  # until all is imported; looking through modules for cycles took a
 import accelerate.utils.memory
 import torch._dynamo.convert_frame
 import torch._dynamo.guards
+import torch._dynamo.side_effects
 import torch._dynamo.symbolic_convert
 import torch._dynamo.utils
 import torch._functorch._aot_autograd.graph_compile
@@ -27,6 +28,8 @@ def _logged(self: object, code_options: object, reason: str, exc: Any) -> None:
 # Texts and figures for logs that nothing turns on: a tenth of the time.
 torch._dynamo.utils.record_compilation_metrics = lambda *_: None
 torch._dynamo.symbolic_convert.InstructionTranslatorBase.log_graph_break = _logged
+torch._dynamo.side_effects.SideEffects._format_side_effect_message = lambda *_: ""
+torch._dynamo.guards.get_verbose_code_part = lambda code, guard: code
 torch._dynamo.convert_frame.CapturedTraceback = SimpleNamespace(extract=lambda **_: SimpleNamespace(format=list, summary=list))
 torch._functorch._aot_autograd.graph_compile._log_joint_graph = lambda *_: None
 torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs = lambda *_: (None, None)

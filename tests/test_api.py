@@ -7,15 +7,19 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import pytest
 import torch
 from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import graphopt
 from graphopt import InputError
+from graphopt.calls import batch_dims_of, flatten_call
+from graphopt.runtime.disabled import DisabledModule
 from tests.messages import warnings_of
 
 
@@ -61,6 +65,17 @@ def test_a_missing_argument_is_named_for_what_it_is() -> None:
         graphopt.optimize(Two(), (torch.ones(2, 3),), backend="aot_eager")
 
 
+@pytest.mark.parametrize("place", ["meta", "fake"])
+def test_a_batch_without_values_is_refused(place: str) -> None:
+    inside = torch.device("meta") if place == "meta" else FakeTensorMode()
+    with inside:
+        batch = {"x": torch.ones(2, 3), "y": torch.ones(2, 3)}
+    with pytest.raises(InputError, match="the example input 'x' has no values .*pass a batch as the model is called with"):
+        graphopt.optimize(Two(), batch, backend="aot_eager")
+    if place == "meta":
+        assert graphopt.analyze(Two(), batch).flops.step > 0
+
+
 @pytest.mark.parametrize("budget", [{"flops": 0.5}, {"memory": "1GiB"}])
 def test_tensors_without_a_size_cannot_be_counted(budget: dict[str, Any]) -> None:
     model, x = torch.nn.Sequential(torch.nn.LazyLinear(16), torch.nn.Linear(16, 1)), torch.randn(4, 8)
@@ -73,9 +88,28 @@ def test_tensors_without_a_size_cannot_be_counted(budget: dict[str, Any]) -> Non
         graphopt.optimize(norm, (x,), loss=torch.sum, backend="aot_eager")
 
 
-def test_an_optimizer_by_name_is_refused() -> None:
-    with pytest.raises(graphopt.InputError, match=r"optimizer must be the torch\.optim\.Optimizer .* not 'adamw'"):
-        graphopt.optimize(nn.Linear(3, 3), (torch.ones(2, 3),), 0.7, optimizer="adamw")  # type: ignore[arg-type]
+def test_an_optimizer_by_name_is_refused(tmp_path: Path) -> None:
+    model, batch, name = nn.Linear(3, 3), (torch.ones(2, 3),), "adamw"
+    opt = graphopt.optimize(model, batch, loss=torch.sum, backend="aot_eager")
+    off = DisabledModule(model, graphopt.Budget(), "it was asked for")
+    for call in (
+        lambda: graphopt.optimize(model, batch, 0.7, optimizer=name),  # type: ignore[arg-type]
+        lambda: opt.reselect(batch, name),  # type: ignore[arg-type]
+        lambda: opt.save_state(tmp_path / "state", name),  # type: ignore[arg-type]
+        lambda: off.save_state(tmp_path / "state", name),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(graphopt.InputError, match=r"optimizer must be the torch\.optim\.Optimizer .* not 'adamw'"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_or_a_mesh_of_another_type_is_refused() -> None:
+    model, batch = nn.Linear(3, 3), (torch.ones(2, 3),)
+    for call in (graphopt.optimize, graphopt.analyze):
+        with pytest.raises(graphopt.InputError, match="loss= must be a function .*, not 'mse'"):
+            call(model, batch, loss="mse")  # type: ignore[arg-type]
+    with pytest.raises(graphopt.InputError, match="mesh must be a DeviceMesh, not 2"):
+        graphopt.optimize(model, batch, mesh=2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -131,5 +165,30 @@ def test_a_batch_dimension_of_no_input_is_refused(call: Callable[..., object]) -
     for inputs, name in (({"x": x}, "X"), ((x,), "x"), ((x,), 1)):
         with pytest.raises(InputError, match=f"batch_dim names {name!r}, which is no input of the example"):
             call(model, inputs, batch_dim={name: None}, backend="aot_eager")
+    for dim in ("x", 0.5, {"x": "0"}):
+        with pytest.raises(InputError, match="is no dimension. Give a whole number"):
+            call(model, {"x": x}, batch_dim=dim, backend="aot_eager")
     graphopt.analyze(model, {"x": x}, batch_dim={"x": 0}, backend="aot_eager")
     graphopt.analyze(model, (x,), batch_dim={0: 0}, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("loss", "returned"),
+    [
+        (lambda output: output.square().mean(1), r"a tensor of shape \(4,\)\. Remedy"),
+        (lambda output: output.mean().item(), "a float"),
+        (lambda output: output.detach().mean(), "that requires no gradient"),
+    ],
+)
+def test_a_loss_that_cannot_be_differentiated_is_refused(loss: Any, returned: str) -> None:
+    for options in ({"verify": True}, {"budget": 0.6}):
+        with pytest.raises(InputError, match=rf"loss= must return .*{returned}"):
+            graphopt.optimize(nn.Linear(3, 2), (torch.ones(4, 3),), backend="aot_eager", loss=loss, **options)
+
+
+def test_the_batch_dimension_of_an_argument_is_that_of_all_tensors_in_it() -> None:
+    inputs = {"x": torch.randn(4, 8), "pos": (torch.randn(8), {"more": torch.randn(8)}), "y": torch.randn(4)}
+    for named in ({"pos": None}, {"pos.0": None, "pos.1": None}, {"pos": 3, "pos.0": None, "pos.1.more": None}):
+        assert batch_dims_of(flatten_call((), inputs), named) == (0, None, None, 0)
+    for placed in ({1: None}, {"1": None}, {1: 3, "1.0": None, "1.1": None}):
+        assert batch_dims_of(flatten_call(tuple(inputs.values()), {}), placed) == (0, None, None, 0)

@@ -1,8 +1,11 @@
+from typing import Any
+
+import numpy as np
 import pytest
 from graphopt.passes import DeadRows, GreenTrainer, LinearCrossEntropy, RunLora
 from hypothesis import given, strategies as st
 
-from graphopt import Budget, BudgetError
+from graphopt import Budget, BudgetError, PassError
 from graphopt.budget import parse_bytes
 from graphopt.planner.plan import resolve_passes
 
@@ -23,6 +26,14 @@ def test_malformed_memory_is_refused(memory: object) -> None:
 def test_variance_must_be_positive(variance: float) -> None:
     with pytest.raises(BudgetError, match="variance="):
         Budget(variance=variance)
+
+
+def test_a_number_of_any_size_and_of_numpys_is_a_number() -> None:
+    for name in ("memory", "flops", "variance"):
+        with pytest.raises(BudgetError, match=f"{name}="):
+            Budget(**{name: 10**400})
+    assert Budget(flops=np.float32(0.5), variance=np.float64(0.1)) == Budget(flops=0.5, variance=0.1)
+    assert Budget.of(np.float32(0.5)).stated() == {"flops": 0.5}
 
 
 def test_memory_units() -> None:
@@ -55,3 +66,9 @@ def test_auto_runs_only_what_the_budget_needs() -> None:
     exact = (DeadRows(), RunLora(), LinearCrossEntropy())
     assert resolve_passes("auto", Budget()) == exact
     assert resolve_passes("auto", Budget(flops=0.5)) == (exact[0], GreenTrainer(), *exact[1:])
+
+
+@pytest.mark.parametrize("passes", [None, GreenTrainer(), GreenTrainer, "greentrainer"])
+def test_passes_that_are_no_list_are_refused(passes: Any) -> None:
+    with pytest.raises(PassError, match="use 'auto' or a list of"):
+        resolve_passes(passes, Budget())

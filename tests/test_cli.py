@@ -229,6 +229,16 @@ def test_optimize_takes_every_limit(monkeypatch, capsys, tmp_path) -> None:  # t
         assert passes <= {*found["passes"], *found["plan"]["not_needed"]}
 
 
+def test_no_optimizer_takes_no_memory(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """The limit was kept with AdamW's states."""
+    arguments = ("optimize", "tests.test_cli:wide", "--memory", "4MiB", "--backend", "aot_eager", "--out", str(tmp_path))
+    found = [
+        json.loads(run(monkeypatch, capsys, *arguments, "--optimizer", name, "--json")[1])["plan"]["remaining"]["memory"]["used"]
+        for name in ("none", "sgd")
+    ]
+    assert found[0] == found[1]
+
+
 def test_optimize_compresses_gradients(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     """No limit is needed for that, and none on FLOPs is made up, which no pass would keep to."""
     arguments = ("optimize", "tests.test_cli:wide", "--passes", "lsp", "--backend", "aot_eager")
@@ -340,7 +350,7 @@ def test_the_installed_command_answers() -> None:
 def test_optimize_verifies_on_request(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     seen = []
     differs = lambda *_: seen.append(1) or "the gradient of x differs"  # noqa: E731
-    monkeypatch.setattr("graphopt.runtime.module.OptimizedModule.first_difference", differs)
+    monkeypatch.setattr("graphopt.api.first_difference", differs)
     arguments = ("optimize", "tests.test_cli:mlp", "--backend", "aot_eager", "--budget", "0.6", "--out", str(tmp_path), "--json")
     for more, passes in (([], ["greentrainer", "runlora"]), (["--verify"], [])):
         code, out, _ = run(monkeypatch, capsys, *arguments, *more)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.bench.selection_tasks import TASKS
-from graphopt.cli_options import json_text, make_folder_of, plain_console
+from graphopt.cli_options import plain_console
 from graphopt.errors import InputError
 from graphopt.integrations import models
+from graphopt.report.files import json_text, make_folder_of
 from tests.test_cli import run
 
 
@@ -143,7 +144,7 @@ def test_options_are_checked_before_the_work(
 
 def test_names_with_commas_may_have_blanks(monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     seen: list[object] = []
-    monkeypatch.setattr("graphopt.bench.memory.run", lambda names, _: seen.append(names) or {})
+    monkeypatch.setattr("graphopt.bench.memory.run", lambda models, console: seen.append(models) or {})
     assert run(monkeypatch, capsys, "bench", "memory", "--models", "mlp, cnn,", "--json")[0] == 0
     assert seen == [["mlp", "cnn"]]
 

@@ -9,7 +9,11 @@ from graphopt.passes import Recompute
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.capture import capture_to_run
+from graphopt.calls import flatten_call
+from graphopt.capture import capture, capture_to_run
+from graphopt.lower import lower
+from graphopt.runtime.supply import Supply
+from graphopt.runtime.uniforms import Uniforms
 from tests import zoo
 from tests.long_forms import long
 from tests.measure import peak_and_rest
@@ -97,6 +101,17 @@ def test_a_second_backward_is_refused_and_retained_graphs_work() -> None:
     torch.testing.assert_close(model.first.weight.grad, 2 * once)
     with pytest.raises(RuntimeError, match="second time|freed"):
         loss.backward()
+
+
+def test_an_output_that_is_detached_stays_so_in_a_lowered_graph() -> None:
+    class Detached(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x).sum(), x.detach() * 2
+
+    model, x = Detached(4, 4), torch.randn(2, 4, requires_grad=True)
+    graph = capture(model, (x,), symbolic=False)
+    outputs = lower(graph, "aot_eager", Supply(Uniforms(), {}))(flatten_call((x,), {}), dict(model.named_parameters()))
+    assert [output.requires_grad for output in outputs] == [True, False]
 
 
 def test_inputs_that_require_a_gradient_get_it() -> None:

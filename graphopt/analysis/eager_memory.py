@@ -6,7 +6,9 @@ checkpointing recomputes as it would; the sizes at several batch sizes give each
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,6 @@ from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import pytree
 from graphopt.errors import CaptureError, GraphoptError, InputError
 from graphopt.graph import BATCH
-from graphopt.integrations.models import as_if_eager
 from graphopt.loss import LossFunction, scalar_loss
 
 MULTIPLES = (1, 2, 3, 4)
@@ -69,11 +70,9 @@ def eager_memory(
     """Timeline of the second and every later eager step of `model`; see `step_memory` for the arguments.
 
     Raises:
-        InputError: an unknown optimizer, or `accumulation` below 1.
+        InputError: an unknown optimizer, or an empty batch.
         CaptureError: the model cannot run on fake tensors, for instance because its code looks at values.
     """
-    if accumulation < 1:
-        raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
     inputs = flatten_call(args, kwargs)
     dims = batch_dims_of(inputs, batch_dim)
     batch = batch_size_of(inputs, dims)
@@ -85,7 +84,10 @@ def eager_memory(
 
     with unchanged_rng(inputs.tensors):
         run = record(1)
-        others = [record(multiple) for multiple in MULTIPLES[1:]] if batch is not None else []
+        try:
+            others = [record(multiple) for multiple in MULTIPLES[1:]] if batch is not None else []
+        except CaptureError:  # the model's code fixes the batch size
+            others = []
     sizes, symbolic = _formulas([run, *others], batch or 1)
     optimizing = optimizer_memory(optimizer, run.trained, run.device, master_weights)
     rows = [
@@ -168,7 +170,7 @@ def _record(
         recording.ignore([t for _, _, t in held])
         recording.ignore([p.grad for p in parameters.values() if p.grad is not None])
         try:
-            with compat.known_integer_values(), as_if_eager(), recording:
+            with compat.known_integer_values(), _as_if_eager(), recording:
                 output = fake(*args, **kwargs)
                 value, _ = scalar_loss(output, loss)
                 if not keep:
@@ -198,6 +200,21 @@ def _record(
     trained = tuple(Trained(n, tuple(p.shape), p.dtype) for n, p in parameters.items())
     device = next(iter(parameters.values())).device
     return _Run(tuple(kept), trained, tuple(recording.operators), recording.marks["forward"], final, gradients, device)
+
+
+@contextlib.contextmanager
+def _as_if_eager() -> Iterator[None]:
+    """transformers takes other paths when it meets fake tensors (masks that it would skip); here it is not to notice them."""
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is None or not hasattr(library, "is_fake_tensor"):
+        yield
+        return
+    original = library.is_fake_tensor
+    library.is_fake_tensor = lambda value: False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        library.is_fake_tensor = original  # type: ignore[attr-defined]
 
 
 def _formulas(runs: Sequence[_Run], batch: int) -> tuple[list[sympy.Expr], bool]:

@@ -33,29 +33,10 @@ def _attention_backward(grad_out: Any, query: Any, key: Any, value: Any, *args: 
     return 2 * batch * heads * queries * key[2] * (3 * size + 2 * value[3])
 
 
-def _matrix_vector(matrix: Any, vector: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
-    """(m, n) x (n,): 2 * m * n."""
-    return 2 * matrix[0] * matrix[1]
-
-
-def _added_matrix_vector(added: Any, matrix: Any, vector: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
-    return 2 * matrix[0] * matrix[1]
-
-
-def _inner_product(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
-    """(n,) x (n,): 2 * n."""
-    return 2 * left[0]
-
-
 def _grouped(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
     """A product per expert, each of its own tokens: (S, K) x (G, K, N), or for gradients of weights (K, S) x (S, N)."""
     groups = left[0] if len(left) == len(right) == 3 else 1
     return 2 * groups * left[-2] * left[-1] * right[-1]
-
-
-def _grouped_backward(left: Any, right: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
-    """Both gradients, whichever is needed."""
-    return 2 * _grouped(left, right)
 
 
 def _trilinear(first: Any, second: Any, third: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> Any:
@@ -86,7 +67,7 @@ def _convolution_backward(
 
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "transformers.grouped_mm_fallback": _grouped,
-    "transformers.grouped_mm_fallback_backward": _grouped_backward,
+    "transformers.grouped_mm_fallback_backward": lambda left, right, *_, **__: 2 * _grouped(left, right),  # whichever is needed
 }
 """Formulas of operators that exist once a library has been imported."""
 
@@ -95,9 +76,11 @@ ADDED_FORMULAS: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     aten._scaled_dot_product_fused_attention_overrideable: _attention,
     aten._scaled_dot_product_fused_attention_overrideable_backward: _attention_backward,
-    aten.mv: _matrix_vector,
-    aten.addmv: _added_matrix_vector,
-    aten.dot: _inner_product,
+    aten.mv: lambda matrix, vector, **_: 2 * math.prod(matrix),
+    aten.addmv: lambda added, matrix, vector, **_: 2 * math.prod(matrix),
+    aten.addbmm: lambda added, left, right, **_: 2 * math.prod(left) * right[2],
+    aten.dot: lambda left, right, **_: 2 * left[0],
+    aten.vdot: lambda left, right, **_: 2 * left[0],
     aten._grouped_mm: _grouped,
     aten._trilinear: _trilinear,
     aten._euclidean_dist: _distances,
@@ -119,12 +102,11 @@ def _shape(value: Any) -> Any:
 def node_flops(node: fx.Node) -> Any:
     """FLOPs of a node of an ATen graph: an int, or a symbolic int where its shapes are symbolic.
 
-    Nodes are read through `meta["val"]`; operators without a formula cost 0, and `torch.cond` what its dearest branch does.
+    Nodes are read through `meta["val"]`; operators without a formula cost 0. Of those that run graphs, `torch.cond` costs what
+    its dearest branch does, `map` and `scan` theirs for every slice, and others, such as `while_loop`, theirs once.
     """
     if node.op != "call_function":
         return 0
-    if node.target is torch.ops.higher_order.cond:
-        return functools.reduce(torch.sym_max, (_graph_flops(branch) for branch in _graphs_of(node)), 0)
     packet = getattr(node.target, "overloadpacket", node.target)
     if (named := _BY_NAME.get(str(packet))) is not None:
         ADDED_FORMULAS[packet] = named  # for those who count with it
@@ -133,9 +115,17 @@ def node_flops(node: fx.Node) -> Any:
         return ADDED_FORMULAS[packet](*args, **kwargs)
     formula = flop_registry.get(packet)
     if formula is None:
-        return 0
+        inner = [sum(map(node_flops, graph.nodes)) for graph in _graphs_of(node)]
+        return functools.reduce(torch.sym_max, inner, 0) if str(packet) == "cond" else sum(inner) * _slices(node)
     args, kwargs = pytree.tree_map(_value, (node.args, dict(node.kwargs)))
     return formula(*args, **kwargs, out_val=node.meta["val"])
+
+
+def _slices(node: fx.Node) -> Any:
+    """How often a node runs the graphs that it takes, as far as its arguments say."""
+    position = {"map_impl": 1, "scan": 2}.get(str(node.target))
+    sliced: Any = () if position is None else node.args[position]
+    return sliced[0].meta["val"].shape[0] if sliced else 1
 
 
 def _graphs_of(node: fx.Node) -> list[fx.Graph]:
@@ -144,10 +134,6 @@ def _graphs_of(node: fx.Node) -> list[fx.Graph]:
     names = [str(n.target) for n in node.all_input_nodes if n.op == "get_attr" and owner is not None]
     found = [getattr(owner, name, None) for name in names]
     return [module.graph for module in found if isinstance(module, fx.GraphModule)]
-
-
-def _graph_flops(graph: fx.Graph) -> Any:
-    return sum(node_flops(node) for node in graph.nodes)
 
 
 def _value(x: Any) -> Any:

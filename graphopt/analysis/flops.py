@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import sympy
@@ -36,19 +36,8 @@ class TensorFlops:
     name: str
     shape: tuple[int, ...]
     trainable: bool
-    weight_grad_flops: int
-    input_grad_flops: int
-
-
-@dataclass(frozen=True)
-class FlopRow:
-    """`TensorFlops` as formulas of the batch size."""
-
-    name: str
-    shape: tuple[int, ...]
-    trainable: bool
-    weight_grad: sympy.Expr
-    input_grad: sympy.Expr
+    weight_grad_flops: int | sympy.Expr
+    input_grad_flops: int | sympy.Expr
 
 
 @dataclass(frozen=True)
@@ -59,14 +48,15 @@ class FlopProfile:
         batch_size: samples; the integers below are for this many.
         formulas: `forward`, `backward` and `step` as sympy expressions of `B`.
         order: trainable parameters from the output to the input: by what must run before their gradient is known.
-        classes: (bit mask over `order`, formula): backward nodes that the same set of gradients needs.
+        class_formulas: (bit mask over `order`, formula): backward nodes that the same set of gradients needs.
+        rows: `tensors` as formulas.
     """
 
     batch_size: int
     forward_formula: sympy.Expr
     order: tuple[str, ...]
     class_formulas: tuple[tuple[int, sympy.Expr], ...]
-    rows: tuple[FlopRow, ...]
+    rows: tuple[TensorFlops, ...]
     symbolic: bool = True
 
     def at(self, batch: int) -> FlopProfile:
@@ -82,7 +72,7 @@ class FlopProfile:
             )
         if batch < 1:
             raise InputError(f"batch must be at least 1, not {batch}.")
-        return FlopProfile(batch, self.forward_formula, self.order, self.class_formulas, self.rows, self.symbolic)
+        return replace(self, batch_size=batch)
 
     @cached_property
     def formulas(self) -> dict[str, sympy.Expr]:
@@ -113,9 +103,9 @@ class FlopProfile:
     @cached_property
     def tensors(self) -> tuple[TensorFlops, ...]:
         """One row per parameter, in registration order."""
+        at = self._evaluate
         return tuple(
-            TensorFlops(r.name, r.shape, r.trainable, self._evaluate(r.weight_grad), self._evaluate(r.input_grad))
-            for r in self.rows
+            TensorFlops(r.name, r.shape, r.trainable, at(r.weight_grad_flops), at(r.input_grad_flops)) for r in self.rows
         )
 
     def cost(self, selection: Iterable[str]) -> int:
@@ -172,7 +162,7 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
         order=order,
         class_formulas=tuple((mask, sympy.Add(*parts)) for mask, parts in classes.items()),
         rows=tuple(
-            FlopRow(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero))
+            TensorFlops(p.name, p.shape, p.name in gradients, own.get(p.name, zero), passed.get(p.name, zero))
             for p in graph.parameters
         ),
         symbolic=graph.symbolic,

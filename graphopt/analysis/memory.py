@@ -6,6 +6,7 @@ it exists. Everything else (the peak, its phase, the largest batch that fits) is
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -13,16 +14,16 @@ from typing import Literal
 import numpy as np
 import sympy
 
-from graphopt.analysis.layouts import largest_batch
 from graphopt.budget import parse_bytes
 from graphopt.errors import InputError
 from graphopt.graph import BATCH
 
 Category = Literal["parameter", "buffer", "input", "gradient", "optimizer state", "saved activation", "temporary"]
 CATEGORIES: tuple[Category, ...] = (
-    "parameter", "buffer", "input", "gradient", "optimizer state", "saved activation", "temporary",
+    "parameter", "buffer", "input", "optimizer state", "gradient", "saved activation", "temporary",
 )  # fmt: skip
 PHASES = ("forward", "backward", "optimizer")
+_LARGEST_BATCH = 2**40
 
 
 @dataclass(frozen=True)
@@ -248,3 +249,22 @@ class MemoryProfile:
 
     def _int(self, value: int | sympy.Expr) -> int:
         return value if isinstance(value, int) else int(value.subs(BATCH, self.batch_size))
+
+
+def largest_batch(fits: Callable[[int], bool]) -> int:
+    """The largest batch that fits, by doubling and bisection; 0 if one sample does not.
+
+    Raises:
+        InputError: there is no largest, because memory does not grow with the batch.
+    """
+    if not fits(1):
+        return 0
+    good, bad = 1, 2
+    while fits(bad):
+        good, bad = bad, 2 * bad
+        if good >= _LARGEST_BATCH:
+            raise InputError("the memory of this model does not grow with its batch: every batch size fits.")
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return good

@@ -156,7 +156,13 @@ def named_optimizer(name: str, device: torch.device) -> OptimizerFactory:
     return _factory(name, device)[1]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer in the wrapper that accelerate puts around it; anything else as it is."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactory]:
+    optimizer = unwrapped(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer)
         known = inspect.signature(kind).parameters

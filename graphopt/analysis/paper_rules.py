@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.analysis.flops import FlopProfile, FlopRow, weight_of
+from graphopt.analysis.flops import FlopProfile, TensorFlops, weight_of
 from graphopt.graph import TrainingGraph, ancestors, reached
 
 aten = torch.ops.aten
@@ -89,7 +89,7 @@ def paper_profile(graph: TrainingGraph) -> FlopProfile:
             for k, name in enumerate(order)
             for mask, of in ((1 << k, own), (whole & -(1 << k), passed))  # passed on: for itself, too, and for all below
         ),
-        rows=tuple(FlopRow(n, shapes[n], True, own.get(n, zero), passed.get(n, zero)) for n in order),
+        rows=tuple(TensorFlops(n, shapes[n], True, own.get(n, zero), passed.get(n, zero)) for n in order),
         symbolic=graph.symbolic,
     )
 

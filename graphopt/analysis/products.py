@@ -19,7 +19,6 @@ from graphopt.compat import expression, has_schema, is_in_place
 aten = torch.ops.aten
 
 _SAME_VALUES = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default})
-_TRANSPOSES = frozenset({aten.t.default})
 _RANDOM = torch.Tag.nondeterministic_seeded
 
 
@@ -48,7 +47,7 @@ def as_matrix(node: fx.Node) -> Matrix:
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
             break
-        if node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
+        if _transposes(node):
             transposed = not transposed
         elif node.target in VIEWS and keeps_rows(node):
             pass
@@ -58,6 +57,15 @@ def as_matrix(node: fx.Node) -> Matrix:
             break
         node = source
     return Matrix(node, transposed, scale)
+
+
+def _transposes(node: fx.Node) -> bool:
+    """Whether a node is the transpose of a matrix, however the model says so."""
+    if node.target is aten.permute.default:
+        return [int(d) % 2 for d in node.args[1]] == [1, 0] and node.meta["val"].dim() == 2  # type: ignore[union-attr, arg-type]
+    if node.target is aten.transpose.int:
+        return {int(d) % 2 for d in node.args[1:]} == {0, 1} and node.meta["val"].dim() == 2  # type: ignore[arg-type]
+    return node.target is aten.t.default and node.meta["val"].dim() == 2
 
 
 def keeps_rows(node: fx.Node) -> bool:

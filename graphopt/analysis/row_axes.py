@@ -83,7 +83,8 @@ class Rules:
         if node.op != "call_function":
             return None
         if node.target is operator.getitem:
-            return {arguments(node)[0]: axis}
+            source, index = arguments(node)
+            return None if index != 0 and source.target in ROWS_FIRST else {source: axis}
         rule = RULES.get(node.target)
         if rule is None and is_elementwise(node.target):
             rule = elementwise

@@ -14,25 +14,18 @@ _TENSORS = (Tensor, tuple, list)
 """What computes with a tensor; a size that is read off it needs no memory."""
 
 
-def saved_bytes(graph: TrainingGraph, batch_size: int | None = None) -> int:
-    """Bytes of forward tensors that backward nodes read, each storage once; parameters and inputs are not counted.
-
-    Args:
-        batch_size: samples; the captured batch by default.
-    """
-    batch_size = batch_size or graph.batch_size
+def saved_bytes(graph: TrainingGraph) -> int:
+    """Bytes of forward tensors that backward nodes read, each storage once; parameters and inputs are not counted."""
     forward = ancestors(graph.forward_results())
-    storages: dict[fx.Node, int] = {}
-    for node in forward:
-        if node.op != "call_function" or is_recomputed(node):
-            continue
-        if not any((u not in forward or is_recomputed(u)) and isinstance(u.meta.get("val"), _TENSORS) for u in node.users):
-            continue
-        source = view_source(node)
-        if source.op == "placeholder":
-            continue
-        storages[source] = graph.bytes_of(source.meta.get("val"), batch_size)
-    return sum(storages.values())
+    sources = {view_source(node) for node in forward if node.op == "call_function" and is_saved(node, forward)}
+    return sum(graph.bytes_of(source.meta.get("val")) for source in sources if source.op != "placeholder")
+
+
+def is_saved(node: fx.Node, forward: Collection[fx.Node]) -> bool:
+    """Whether the backward, or what it computes again of the forward, reads what a node of the forward computes."""
+    if is_recomputed(node):
+        return False
+    return any((u not in forward or is_recomputed(u)) and isinstance(u.meta.get("val"), _TENSORS) for u in node.users)
 
 
 def recomputed(graph: TrainingGraph, forward: Collection[fx.Node]) -> set[fx.Node]:

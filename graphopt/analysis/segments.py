@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.liveness import module_path
-from graphopt.analysis.saved import view_source
+from graphopt.analysis.saved import is_saved, view_source
 from graphopt.compat import OpOverload, is_in_place, is_recomputed
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
@@ -78,7 +78,7 @@ def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
     nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
     if not nodes:
         return ()
-    saved = {n: graph.bytes_of(n.meta.get("val")) for n in nodes if _is_saved(n, forward)}
+    saved = {n: graph.bytes_of(n.meta.get("val")) for n in nodes if is_saved(n, forward)}
     finest = _cuts(_passing(graph, nodes, forward), _running_total(graph, nodes, saved))
     cuts = finest[merged - 1 :: merged]
     ends = [*cuts, len(nodes)]
@@ -202,11 +202,6 @@ def _running_total(graph: TrainingGraph, nodes: Sequence[fx.Node], saved: dict[f
             seen.add(source)
             total += graph.bytes_of(source.meta.get("val"))
     return running
-
-
-def _is_saved(node: fx.Node, forward: set[fx.Node]) -> bool:
-    values = (Tensor, tuple, list)
-    return not is_recomputed(node) and any(u not in forward and isinstance(u.meta.get("val"), values) for u in node.users)
 
 
 def _gives_the_same_again(node: fx.Node) -> bool:

@@ -189,9 +189,10 @@ class _Builder:
         gradients: dict[Owner, Any] = {}
         placeholders = dict(zip(self.graph.inputs, self.graph.placeholders, strict=True))
         for desc, value, owners in zip(positions, self.gradients, self.backward.outputs, strict=True):
-            if desc is None or desc.kind not in ("parameter", "compressed") or value is None:
+            if desc is None or desc.kind not in ("parameter", "compressed", "input") or value is None:
                 continue
-            if desc.kind == "compressed" and not accumulating:  # its variable has no memory, so that any layout does
+            # A variable of a compressed gradient has no memory, so that any layout does; an input's layout is the caller's.
+            if desc.kind == "input" or (desc.kind == "compressed" and not accumulating):
                 gradients |= dict.fromkeys(owners, desc)
                 continue
             parameter = placeholders[desc].meta["val"]
@@ -213,7 +214,9 @@ class _Builder:
             elif gradients[storage.owner] is None:
                 self._add(storage, self.starts, self.ends, "gradient", "gradient, until it is added to .grad")
             else:
-                self._add(storage, self.starts, end, "gradient", "gradient, until zero_grad", gradients[storage.owner].target)
+                desc = gradients[storage.owner]
+                of = f"input {desc.target}" if desc.kind == "input" else desc.target
+                self._add(storage, self.starts, end, "gradient", "gradient, until zero_grad", of)
 
     def _add(self, storage: Storage, offset: int, last: int, category: Category, why: str, parameter: str = "") -> None:
         name = f"gradient of {parameter}" if parameter else storage.name

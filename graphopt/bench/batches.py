@@ -15,10 +15,11 @@ from torch import nn
 import graphopt
 from graphopt.analysis.step_memory import step_memory
 from graphopt.bench.cases import chosen
-from graphopt.bench.tables import table
+from graphopt.bench.step_models import network
 from graphopt.budget import parse_bytes
 from graphopt.integrations.fit import OVERHEAD, with_exact_rewrites
 from graphopt.integrations.models import quiet_transformers
+from graphopt.report.tables import table
 from graphopt.report.units import in_bytes
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,16 +38,12 @@ CAPACITIES = ("16GiB", "24GiB")
 
 def model_of(name: str, layers: int | None = None) -> nn.Module:
     """A model of that shape without memory for its weights; with fewer layers, if so many are given."""
-    import transformers
-
     quiet_transformers()
     family, shape = SHAPES[name]
-    if layers is not None:
-        shape = {**shape, "num_hidden_layers": layers}
-    config = getattr(transformers, f"{family}Config")(**shape, tie_word_embeddings=True, use_cache=False)
+    fewer = {} if layers is None else {"num_hidden_layers": layers}
     with torch.device("meta"):
-        model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.bfloat16)
-    return model.train()
+        model = network(family, "ForCausalLM", **{**shape, **fewer}, tie_word_embeddings=True, use_cache=False)
+    return model.to(torch.bfloat16)
 
 
 def run(models: list[str] | None, length: int, backend: str, layers: int | None, console: Console) -> dict[str, Any]:

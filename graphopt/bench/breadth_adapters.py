@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.bench.breadth_run import BUDGET, Case, Made
-from graphopt.bench.breadth_text import DECODERS, ENCODERS
-from graphopt.bench.breadth_transformers import SEQUENCES
+from graphopt.bench.breadth_transformers import DECODERS, ENCODERS, SEQUENCES
 
 GROUP = "PEFT and quantised layers"
 

@@ -64,26 +64,28 @@ class Architecture:
     """A model of transformers.
 
     Attributes:
-        config, model: names of its classes.
+        family, task: as in the names of its classes: "Bert" and "ForMaskedLM".
         inputs: makes a batch.
         sizes: of the configuration; options that a configuration does not have are kept as attributes that nobody reads.
         parts: configurations inside the configuration, by the name of the option.
+        config: the family of its configuration, where that is another one.
     """
 
-    config: str
-    model: str
+    family: str
+    task: str
     inputs: Inputs
     sizes: dict[str, Any]
     parts: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    config: str = ""
 
     def make(self) -> Made:
         """The model with random weights, and a batch."""
         import transformers
 
         parts = {name: getattr(transformers, kind)(**options) for name, (kind, options) in self.parts.items()}
-        config = getattr(transformers, self.config)(**self.sizes, **parts)
+        config = getattr(transformers, f"{self.config or self.family}Config")(**self.sizes, **parts)
         without_dropout(config)
-        model = getattr(transformers, self.model)(config)
+        model = getattr(transformers, self.family + self.task)(config)
         return model, self.inputs(config)
 
 
@@ -277,26 +279,26 @@ def series(config: Any) -> dict[str, Tensor]:
     return {"past_values": torch.randn(BATCH, 32, 2), "future_values": torch.randn(BATCH, 8, 2)}
 
 
-def text(config: str, model: str, inputs: Inputs, **sizes: Any) -> Architecture:
+def text(family: str, task: str, inputs: Inputs, **sizes: Any) -> Architecture:
     """One with the usual sizes."""
-    return Architecture(config, model, inputs, {**SIZES, **sizes})
+    return Architecture(family, task, inputs, {**SIZES, **sizes})
 
 
-def sequences(config: str, model: str, inputs: Inputs = translate, **sizes: Any) -> Architecture:
+def sequences(family: str, task: str, inputs: Inputs = translate, **sizes: Any) -> Architecture:
     """One like BART."""
-    return Architecture(config, model, inputs, {**SEQUENCE, **sizes})
+    return Architecture(family, task, inputs, {**SEQUENCE, **sizes})
 
 
-def vision(config: str, model: str, inputs: Inputs = pictures, **sizes: Any) -> Architecture:
+def vision(family: str, task: str, inputs: Inputs = pictures, **sizes: Any) -> Architecture:
     """One like ViT."""
-    return Architecture(config, model, inputs, {**VISION, **sizes})
+    return Architecture(family, task, inputs, {**VISION, **sizes})
 
 
-def pyramid(config: str, model: str, inputs: Inputs = pictures, **sizes: Any) -> Architecture:
+def pyramid(family: str, task: str, inputs: Inputs = pictures, **sizes: Any) -> Architecture:
     """A network of stages."""
-    return Architecture(config, model, inputs, {**PYRAMID, **sizes})
+    return Architecture(family, task, inputs, {**PYRAMID, **sizes})
 
 
-def speech(config: str, model: str, inputs: Inputs, **sizes: Any) -> Architecture:
+def speech(family: str, task: str, inputs: Inputs, **sizes: Any) -> Architecture:
     """One like wav2vec 2.0."""
-    return Architecture(config, model, inputs, {**SPEECH, **sizes})
+    return Architecture(family, task, inputs, {**SPEECH, **sizes})

@@ -13,20 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.bench.breadth_run import Case, Made
+from graphopt.bench.step_models import Classified
 
 SIZE = 32
-
-
-class Classified(nn.Module):
-    """A network for pictures with its loss."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss."""
-        return nn.functional.cross_entropy(self.network(x), labels)
 
 
 class Regressed(nn.Module):

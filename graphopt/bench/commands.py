@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from graphopt.cli_options import AsJson, CompiledBackend, json_text, make_folder_of, plain_console
+from graphopt.cli_options import AsJson, CompiledBackend, plain_console
 from graphopt.errors import InputError
+from graphopt.report.files import json_text, make_folder_of
 
 bench_app = typer.Typer(help="Side-by-side measurements within one run.", no_args_is_help=True)
 
@@ -26,17 +26,13 @@ Folder = Annotated[Path, typer.Option(help="Folder of the results, which are kep
 @bench_app.command("greentrainer")
 def bench_greentrainer(repeats: Repeats = 9, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """Full fine-tuning of minilm and gpt2, eager and torch.compile, against flops=0.7, 0.5 and 0.4."""
-    from graphopt.bench import greentrainer
-
-    _measure(lambda console: greentrainer.run(_listed(models), repeats, console), greentrainer.show, out, as_json)
+    _measure("greentrainer", as_json, out, models=_listed(models), repeats=repeats)
 
 
 @bench_app.command("exact")
 def bench_exact(repeats: Repeats = 15, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """What exact rewrites save without a budget, against torch.compile: minilm, bert, vit, llama with labels of answers alone."""
-    from graphopt.bench import exact
-
-    _measure(lambda console: exact.run(_listed(models), repeats, console), exact.show, out, as_json)
+    _measure("exact", as_json, out, models=_listed(models), repeats=repeats)
 
 
 @bench_app.command("logits")
@@ -58,16 +54,13 @@ def bench_logits(
     as_json: AsJson = False,
 ) -> None:
     """A language model's logits in chunks of tokens, against eager and torch.compile: bytes that a step allocates, and time."""
-    from graphopt.bench import logits, logits_trainer
-
     if memory is not None and not trainer:
         raise typer.BadParameter("it limits the Trainer's step, so it needs --trainer.", param_hint="'--memory'")
+    shared: dict[str, Any] = {"tokens": tokens, "samples": samples, "labelled": labelled, "lora": lora, "repeats": repeats}
     if trainer:
-        chosen = (tokens, samples, labelled, lora, memory, repeats)
-        _measure(lambda console: logits_trainer.run(*chosen, console), logits_trainer.show, out, as_json)
-        return
-    settings = (layers, tokens, samples, chunks, labelled, lora, repeats)
-    _measure(lambda console: logits.run(*settings, console), logits.show, out, as_json)
+        _measure("logits_trainer", as_json, out, memory=memory, **shared)
+    else:
+        _measure("logits", as_json, out, layers=layers, chunks=chunks, **shared)
 
 
 @bench_app.command("batches")
@@ -80,17 +73,13 @@ def bench_batches(
     as_json: AsJson = False,
 ) -> None:
     """The largest batch of language models on 16 and 24 GiB, predicted, with and without what is done without a budget."""
-    from graphopt.bench import batches
-
-    _measure(lambda console: batches.run(_listed(models), length, backend, layers, console), batches.show, out, as_json)
+    _measure("batches", as_json, out, models=_listed(models), length=length, backend=backend, layers=layers)
 
 
 @bench_app.command("memory")
 def bench_memory(models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """Predicted against measured peak memory of mlp, cnn, bert, gpt2, opt, llama, t5 and vit, run and optimised in many ways."""
-    from graphopt.bench import memory
-
-    _measure(lambda console: memory.run(_listed(models), console), memory.show, out, as_json)
+    _measure("memory", as_json, out, models=_listed(models))
 
 
 @bench_app.command("runlora")
@@ -102,17 +91,13 @@ def bench_runlora(
     as_json: AsJson = False,
 ) -> None:
     """LoRA with PEFT, eager and torch.compile, against reordered products."""
-    from graphopt.bench import runlora
-
-    _measure(lambda console: runlora.run(_listed(cases), repeats, dtype, console), runlora.show, out, as_json)
+    _measure("runlora", as_json, out, cases=_listed(cases), repeats=repeats, dtype=dtype)
 
 
 @bench_app.command("vcas")
 def bench_vcas(repeats: Repeats = 7, models: Models = "", out: Out = None, as_json: AsJson = False) -> None:
     """Sampled backwards that save 20, 35 and 50 % of the FLOPs, against exact training with torch.compile."""
-    from graphopt.bench import vcas
-
-    _measure(lambda console: vcas.run(_listed(models), repeats, console), vcas.show, out, as_json)
+    _measure("vcas", as_json, out, models=_listed(models), repeats=repeats)
 
 
 @bench_app.command("lsp")
@@ -123,18 +108,14 @@ def bench_lsp(
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compressed gradients against AdamW, ZeRO-Offload's schedule and GaLore."""
-    from graphopt.bench import lsp
-
-    _measure(lambda console: lsp.run(_listed(cases), repeats, console, chart), lsp.show, out, as_json)
+    """Compressed gradients against AdamW and GaLore."""
+    _measure("lsp", as_json, out, cases=_listed(cases), repeats=repeats, chart=chart)
 
 
 @bench_app.command("gpu")
 def bench_gpu(repeats: Repeats = 15, models: Models = "", out: Folder = Path("out/bench_gpu"), as_json: AsJson = False) -> None:
     """Steps of llama, lora, bert and vit on a GPU under every kind of plan, against torch.compile: time and peak memory."""
-    from graphopt.bench import gpu
-
-    _measure(lambda console: gpu.run(_listed(models), repeats, out, console), gpu.show, None, as_json, out)
+    _measure("gpu", as_json, keeps=out, models=_listed(models), repeats=repeats)
 
 
 @bench_app.command("distributed")
@@ -146,9 +127,7 @@ def bench_distributed(
     as_json: AsJson = False,
 ) -> None:
     """What a rank sends per step and holds: exact, selected, compressed, DDP, FSDP, tensor parallel; modelled times."""
-    from graphopt.bench import distributed
-
-    _measure(lambda console: distributed.run(_listed(models), ranks, console, gloo), distributed.show, out, as_json)
+    _measure("distributed", as_json, out, models=_listed(models), ranks=ranks, gloo=gloo)
 
 
 @bench_app.command("suite")
@@ -173,7 +152,7 @@ def bench_suite(
     settings = suite.Settings(
         tuple(_listed(tasks) or SMALL), tuple(_listed(ways) or ()), steps, seeds, time, threads, backend, keep_compiled
     )
-    _measure(lambda console: suite.run(settings, out, console), suite.show, None, as_json, out)
+    _measure("suite", as_json, keeps=out, settings=settings)
 
 
 @bench_app.command("selection")
@@ -199,7 +178,7 @@ def bench_selection(
         steps,
         seeds,
     )
-    _measure(lambda console: selection.run(settings, out, jobs, console), selection.show, None, as_json, out)
+    _measure("selection", as_json, keeps=out, settings=settings, jobs=jobs)
 
 
 @bench_app.command("trials")
@@ -212,9 +191,7 @@ def bench_trials(
     as_json: AsJson = False,
 ) -> None:
     """Whether a few steps tell which of the sets that `graphopt bench selection` has trained is the best."""
-    from graphopt.bench import trials
-
-    _measure(lambda console: trials.run(task, flops, rate, folder, console), trials.show, out, as_json)
+    _measure("trials", as_json, out, task=task, flops=flops, rate=rate, folder=folder)
 
 
 @bench_app.command("breadth")
@@ -222,9 +199,7 @@ def bench_breadth(
     cases: Cases = "", jobs: Jobs = 1, timeout: Timeout = 300, out: Folder = Path("out/bench_breadth"), as_json: AsJson = False
 ) -> None:
     """Many tiny models: whether each trains as it does in eager mode and by torch.compile, within 0.7 of the FLOPs."""
-    from graphopt.bench import breadth
-
-    _measure(lambda console: breadth.run(_listed(cases), out, jobs, console, timeout), breadth.show, None, as_json, out)
+    _measure("breadth", as_json, keeps=out, cases=_listed(cases), jobs=jobs, timeout=timeout)
 
 
 @bench_app.command("operators")
@@ -237,11 +212,7 @@ def bench_operators(
     as_json: AsJson = False,
 ) -> None:
     """torch's own operators and modules: whether each trains as it does in eager mode and by torch.compile."""
-    from graphopt.bench import operators
-
-    _measure(
-        lambda console: operators.run(_listed(cases), samples, out, jobs, console, timeout), operators.show, None, as_json, out
-    )
+    _measure("operators", as_json, keeps=out, cases=_listed(cases), samples=samples, jobs=jobs, timeout=timeout)
 
 
 @bench_app.command("loops")
@@ -249,9 +220,7 @@ def bench_loops(
     cases: Cases = "", jobs: Jobs = 1, timeout: Timeout = 300, out: Folder = Path("out/bench_loops"), as_json: AsJson = False
 ) -> None:
     """Training loops of other libraries: whether each trains as without graphopt, within 0.7 of the FLOPs."""
-    from graphopt.bench import loops
-
-    _measure(lambda console: loops.run(_listed(cases), out, jobs, console, timeout), loops.show, None, as_json, out)
+    _measure("loops", as_json, keeps=out, cases=_listed(cases), jobs=jobs, timeout=timeout)
 
 
 @bench_app.command("overhead")
@@ -262,9 +231,7 @@ def bench_overhead(
     as_json: AsJson = False,
 ) -> None:
     """What a step, the start, new sizes and a second process of mlp and llama cost beside torch.compile."""
-    from graphopt.bench import overhead
-
-    _measure(lambda console: overhead.run(_listed(models), repeats, console), overhead.show, out, as_json)
+    _measure("overhead", as_json, out, models=_listed(models), repeats=repeats)
 
 
 def _listed(text: str) -> list[str] | None:
@@ -278,27 +245,26 @@ def _numbers(text: str) -> tuple[float, ...]:
         raise InputError(f"{text!r} must be numbers with commas, such as 0.5,0.7.") from error
 
 
-def _measure(
-    run: Callable[[Console], Any],
-    show: Callable[[Any, Console], None],
-    out: Path | None,
-    as_json: bool,
-    folder: Path | None = None,
-) -> None:
+def _measure(name: str, as_json: bool, out: Path | None = None, keeps: Path | None = None, **options: Any) -> None:
     """Run a benchmark, write its results to `out` as JSON, if asked, and print them as JSON or as a table.
 
     Args:
-        folder: in which the benchmark keeps results.
+        name: of a module here, which has `run` and `show`; what only it needs is not imported before.
+        keeps: folder in which the benchmark keeps results.
+        options: for `run`.
     Raises:
-        InputError: nothing can be written to `out` or `folder`; nothing was run.
+        InputError: nothing can be written to `out` or `keeps`; nothing was run.
     """
     make_folder_of(out)
-    make_folder_of(None if folder is None else folder / "results")
-    results = run(plain_console(stderr=True))
+    if keeps is not None:
+        make_folder_of(keeps / "results")
+        options["folder"] = keeps
+    benchmark = importlib.import_module(f"graphopt.bench.{name}")
+    results = benchmark.run(console=plain_console(stderr=True), **options)
     text = json_text(results)
     if as_json:
         print(text)
     else:
-        show(results, plain_console())
+        benchmark.show(results, plain_console())
     if out is not None:
         out.write_text(text + "\n")

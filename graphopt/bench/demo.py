@@ -25,9 +25,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 import graphopt
-from graphopt.bench.glosses import Batch, Glosses, accuracy, label_numbers, minilm_folder, pretrained_minilm, rate_factor
+from graphopt.bench.glosses import Batch, Glosses, label_numbers, minilm_folder, pretrained_minilm, rate_factor
+from graphopt.bench.selection_tasks import evaluate
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
+from graphopt.report.tables import table
 
 COLOURS = {"full": "#1f5fa8", "budget": "#d9541e"}
 
@@ -113,7 +115,7 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
         losses.append(loss.item())
         before, progress = progress, progress_of(args, len(losses), clock[-1])
         if evaluates(args, len(losses), before, progress):
-            curve.append((len(losses), accuracy(model, validation)))
+            curve.append((len(losses), evaluate(model, validation.tensors)[0]))
         bar.update(task, completed=progress)
     return {
         "run": name,
@@ -156,21 +158,21 @@ def plot(results: list[dict], path: Path, title: str) -> None:
 def summary(results: list[dict], title: str) -> Table:
     """One row per run, in at most 80 columns."""
     full = next((r for r in results if r["kind"] == "full"), None)
-    table = Table(title=title)
-    for column in ("run", "seed", "steps", "accuracy", "FLOPs\nof full", "s/step", "train\ns", "compile\ns"):
-        table.add_column(column, justify="left" if column == "run" else "right", overflow="fold")
-    for r in results:
-        table.add_row(
+    rows = [
+        (
             r["run"],
-            str(r["seed"]),
-            str(len(r["losses"])),
+            r["seed"],
+            len(r["losses"]),
             f"{r['accuracy'][-1][1]:.1%}",
-            f"{r['flops_per_step'] / full['flops_per_step']:.1%}" if full else "",
+            f"{r['flops_per_step'] / full['flops_per_step']:.1%}" if full else None,
             f"{r['seconds_per_step']:.3f}",
             f"{r['seconds']:.0f}",
             f"{r['compile_seconds']:.0f}",
         )
-    return table
+        for r in results
+    ]
+    columns = ("run", "seed", "steps", "accuracy", "FLOPs\nof full", "s/step", "train\ns", "compile\ns")
+    return table(columns, rows, title=title)
 
 
 def outcome(args: argparse.Namespace, results: list[dict]) -> str:

@@ -29,7 +29,6 @@ from graphopt.bench.gloo import all_reduce_seconds
 from graphopt.bench.glosses import pretrained_minilm
 from graphopt.bench.lsp import Linears
 from graphopt.bench.predicted_traffic import predicted_collectives, predicted_parts
-from graphopt.bench.tables import table
 from graphopt.budget import Budget
 from graphopt.compat.distributed import pretended_ranks
 from graphopt.distributed.distributing import distribute
@@ -42,6 +41,7 @@ from graphopt.planner.capacity import capacity
 from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.parallel import MemoryPlan
 from graphopt.planner.plan import Plan
+from graphopt.report.tables import table
 from graphopt.report.units import in_bytes, in_seconds
 
 

@@ -1,31 +1,27 @@
 """`graphopt bench exact`: what rewrites that keep every gradient save without any budget, against `torch.compile`, in one run.
 
-A step is forward, backward and AdamW, dropout included. Both variants of a model are compiled first and then timed in turn;
-medians are reported. Gradients are compared with eager autograd's in float64, with the same dropout.
+A step is forward, backward and AdamW, dropout included. Gradients are compared with eager autograd's in float64, with the same
+dropout.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 
 import graphopt
+from graphopt.bench import steps
 from graphopt.bench.cases import chosen
 from graphopt.bench.glosses import pretrained_minilm
-from graphopt.bench.tables import table
-from graphopt.bench.timing import WARMUP, in_turn, now, this_device
-from graphopt.compat import pytree
-from graphopt.compat.inductor import fresh_compiler_cache
+from graphopt.bench.step_models import IGNORED, Made, classified, continued, network, pictures
+from graphopt.bench.steps import COMPILED, Case, Ready, Row, Variant, compiled, optimized
 
-Case = tuple[nn.Module, dict[str, torch.Tensor]]
+VARIANTS = {COMPILED: Variant(compiled), "graphopt": Variant(optimized())}
 
 
 def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
@@ -37,49 +33,29 @@ def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, A
     Raises:
         InputError: an unknown model.
     """
-    device, name = this_device()
-    results: dict[str, Any] = {"torch": torch.__version__, "device": name, "repeats": repeats, "rows": []}
-    with Progress(console=console) as bar:
-        for model in chosen("model", models, MODELS):
-            results["rows"].append({"model": model, **measure(MODELS[model], repeats, device, bar, model)})
-    return results
+    return steps.run({name: case_of(MODELS[name]) for name in chosen("model", models, MODELS)}, repeats, console)
 
 
-def measure(make: Callable[[], Case], repeats: int, device: str, bar: Progress, name: str) -> dict[str, Any]:
-    """The row of one model."""
-    task = bar.add_task(f"{name}: comparing gradients", total=3 + WARMUP + repeats)
-    error = gradient_error(*make())
-    steps: dict[str, Callable[[], list[float]]] = {}
-    opt = None
-    for kind in ("torch.compile", "graphopt"):
-        bar.update(task, advance=1, description=f"{name}: compiling {kind}")
-        model, inputs = pytree.tree_map(lambda item: item.to(device), make(), is_leaf=lambda item: isinstance(item, nn.Module))
-        step = torch.compile(model) if kind == "torch.compile" else graphopt.optimize(model, inputs)
-        opt = step if isinstance(step, graphopt.OptimizedModule) else None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-        steps[kind] = partial(_phases, step, inputs, optimizer, device)
-        with fresh_compiler_cache():
-            steps[kind]()
-    assert opt is not None
-    bar.update(task, advance=1, description=f"{name}: timing")
-    phases = in_turn(steps, repeats, lambda: bar.advance(task))
-    seconds = {kind: statistics.median(sum(times) for times in found) for kind, found in phases.items()}
-    forward_backward = {kind: statistics.median(times[0] for times in found) for kind, found in phases.items()}
-    report = opt.report
-    found = report.sections.get("dead_rows", {}).get("rows", {})
-    return {
-        "flops_ratio": report.flops_ratio,
-        "seconds": seconds,
-        "time_ratio": seconds["graphopt"] / seconds["torch.compile"],
-        "forward_backward_ratio": forward_backward["graphopt"] / forward_backward["torch.compile"],
-        "gradient_error": error,
-        "found": [f"{site} reads {rows}" for site, rows in found.items()],
-        "not_needed": "" if report.plan is None else report.plan.not_needed.get("dead_rows", ""),
-    }
+def case_of(make: Callable[[], Made]) -> Case:
+    """A model, of which rows tell what was found, and by how much gradients differ."""
+
+    def more(kind: str, ready: Mapping[str, Ready]) -> Row:
+        opt = ready[kind].opt
+        if opt is None:
+            return {}
+        found = opt.report.sections.get("dead_rows", {}).get("rows", {})
+        not_needed = "" if opt.report.plan is None else opt.report.plan.not_needed.get("dead_rows", "")
+        said = "; ".join(f"{site} reads {rows}" for site, rows in found.items())
+        return {"gradient_error": gradient_error(*make()), "found": said or not_needed}
+
+    return Case(make, VARIANTS, phases=True, more=more)
 
 
 def gradient_error(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a gradient's entry from eager autograd's in float64, relative to the largest of all entries."""
+    """The largest difference of a gradient's entry from eager autograd's in float64, relative to the largest of all entries.
+
+    A gradient that is missing counts as zero.
+    """
     reference = copy.deepcopy(model).double()
     inputs = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items()}
     candidate = graphopt.optimize(copy.deepcopy(reference), inputs, backend="aot_eager")
@@ -88,86 +64,45 @@ def gradient_error(model: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
         step(**inputs).loss.backward()
     pairs = [(p.grad, q.grad) for p, q in zip(reference.parameters(), candidate.parameters(), strict=True) if p.grad is not None]
     largest = max(float(gradient.abs().max()) for gradient, _ in pairs)
-    return max(float((gradient - other).abs().max()) for gradient, other in pairs if other is not None) / largest
-
-
-def _phases(
-    step: Callable[..., Any], inputs: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer, device: str
-) -> list[float]:
-    """Seconds of forward and backward, and of the optimizer."""
-    start = now(device)
-    step(**inputs).loss.backward()
-    middle = now(device)
-    optimizer.step()
-    optimizer.zero_grad()
-    return [middle - start, now(device) - middle]
+    return max(float((gradient if other is None else gradient - other).abs().max()) for gradient, other in pairs) / largest
 
 
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
-    console.print(f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps, against torch.compile")
-    columns = ("", "FLOPs", "step", "forward, backward", "gradients differ by", "")
-    console.print(table(columns, map(_cells, results["rows"])))
+    columns = {
+        "forward, backward": steps.number("forward_backward_ratio", ".3f"),
+        "gradients differ by": steps.number("gradient_error", ".0e"),
+        "found": lambda row: row.get("found"),
+    }
+    steps.show_rows(results, "forward, backward, AdamW", columns, console)
 
 
-def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    return (
-        row["model"], f"{row['flops_ratio']:.3f}", f"{row['time_ratio']:.3f}", f"{row['forward_backward_ratio']:.3f}",
-        f"{row['gradient_error']:.0e}", "; ".join(row["found"]) or row["not_needed"],
-    )  # fmt: skip
+def _minilm() -> Made:
+    return pretrained_minilm(num_labels=45), classified(32, 32, 45)
 
 
-def _text(vocabulary: int, classes: int, samples: int = 32, tokens: int = 32) -> dict[str, torch.Tensor]:
-    ids = torch.randint(999, vocabulary, (samples, tokens))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, classes, (samples,))}
+def _bert() -> Made:
+    return network("Bert", "ForSequenceClassification", num_hidden_layers=4), classified(16, 32, 2)
 
 
-def _minilm() -> Case:
-    return pretrained_minilm(num_labels=45).train(), _text(30_000, 45)
+def _vit() -> Made:
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536, "image_size": 96}
+    return network("ViT", "ForImageClassification", **sizes, patch_size=16), pictures(32, size=96)
 
 
-def _bert() -> Case:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(num_hidden_layers=4)).train(), _text(30_000, 2, samples=16)
-
-
-def _vit() -> Case:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, image_size=96, patch_size=16,
-    )  # fmt: skip
-    inputs = {"pixel_values": torch.randn(32, 3, 96, 96), "labels": torch.randint(0, 2, (32,))}
-    return ViTForImageClassification(config).train(), inputs
-
-
-def _llama() -> Case:
+def _llama() -> Made:
     """Prompts, and answers of the last 30 % of the tokens that alone have labels."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=256, num_hidden_layers=6, num_attention_heads=4, intermediate_size=768, vocab_size=8192, use_cache=False
-    )
-    ids = torch.randint(0, 8192, (8, 128))
-    labels = ids.clone()
-    labels[:, : round(0.7 * ids.shape[1])] = -100
-    return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": labels}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 768, "vocab_size": 8192}
+    return network("Llama", "ForCausalLM", **sizes, use_cache=False), continued(8, 128, 8192, labelled=0.3)
 
 
-def _masked() -> Case:
+def _masked() -> Made:
     """Masked tokens, 15 % of all, that alone have labels."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    torch.manual_seed(0)
-    inputs = _text(30_000, 2, samples=16, tokens=64)
-    chosen_tokens = torch.rand(inputs["input_ids"].shape) < 0.15
-    labels = inputs["input_ids"].masked_fill(~chosen_tokens, -100)
-    masked = inputs["input_ids"].masked_fill(chosen_tokens, 103)
-    return BertForMaskedLM(BertConfig(num_hidden_layers=4)).train(), {**inputs, "input_ids": masked, "labels": labels}
+    inputs = classified(16, 64, 2)
+    hidden = torch.rand(inputs["input_ids"].shape) < 0.15
+    inputs["labels"] = inputs["input_ids"].masked_fill(~hidden, IGNORED)
+    inputs["input_ids"] = inputs["input_ids"].masked_fill(hidden, 103)
+    return network("Bert", "ForMaskedLM", num_hidden_layers=4), inputs
 
 
-MODELS: dict[str, Callable[[], Case]] = {"minilm": _minilm, "bert": _bert, "vit": _vit, "llama": _llama, "masked": _masked}
+MODELS: dict[str, Callable[[], Made]] = {"minilm": _minilm, "bert": _bert, "vit": _vit, "llama": _llama, "masked": _masked}

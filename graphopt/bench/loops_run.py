@@ -15,11 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.breadth_run import seed_everything
+from graphopt.bench.breadth_run import BUDGET, seed_everything
 from graphopt.bench.cases import NOT_KEPT, begin, described
-
-BUDGET = 0.7
-"""FLOPs of a step, as a fraction of full training's."""
 
 BACKEND = "aot_eager"
 
@@ -46,6 +43,7 @@ class Loop:
         problems: what a case found wrong by itself.
         callback: of the Trainer of transformers, if the loop has one.
         warnings: what graphopt warned of.
+        opt: the optimised model.
     """
 
     folder: Path
@@ -59,7 +57,7 @@ class Loop:
     warnings: list[str] = field(default_factory=list)
     before: dict[str, Tensor] = field(default_factory=dict)
     _model: nn.Module | None = None
-    _opt: Any = None
+    opt: Any = None
 
     def begin(self, model: nn.Module) -> None:
         """Look at a model's weights before it is trained."""
@@ -76,8 +74,8 @@ class Loop:
         self.begin(model)
         if not self.ours:
             return model
-        self._opt = optimize(model, batch, self.budget, backend=BACKEND, optimizer=optimizer)
-        return self._opt
+        self.opt = optimize(model, batch, self.budget, backend=BACKEND, optimizer=optimizer)
+        return self.opt
 
     def callbacks(self) -> list[Any]:
         """For a Trainer of transformers."""
@@ -96,7 +94,7 @@ class Loop:
         trainer.train()
         self.losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         if self.callback is not None:
-            self._opt = self.callback.opt
+            self.opt = self.callback.opt
             last = next(entry for entry in reversed(trainer.state.log_history) if "graphopt/original_steps" in entry)
             if last["graphopt/original_steps"]:
                 self.problems.append(f"{last['graphopt/original_steps']:.0f} steps were computed without graphopt")
@@ -110,11 +108,6 @@ class Loop:
         """Note a problem."""
         if not holds:
             self.problems.append(otherwise)
-
-    @property
-    def opt(self) -> Any:
-        """The optimised model."""
-        return self._opt
 
     @property
     def weights(self) -> dict[str, Tensor]:

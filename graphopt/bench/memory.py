@@ -7,7 +7,6 @@ batch) is part of both: it is counted from the tensors themselves. cuBLAS's work
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +17,14 @@ from rich.progress import Progress
 import graphopt
 from graphopt.analysis.optimizers import named_optimizer
 from graphopt.analysis.step_memory import step_memory
+from graphopt.bench import steps
 from graphopt.bench.cases import chosen
 from graphopt.bench.memory_models import MODELS
-from graphopt.bench.peak import peak_of
-from graphopt.bench.tables import table
+from graphopt.bench.peak import held_bytes
+from graphopt.bench.step_models import Made
+from graphopt.bench.steps import Call, Ready, Variant, eager, optimized, prepare
 from graphopt.integrations.models import quiet_transformers
-
-WARMUP = 2
+from graphopt.report.tables import table
 
 
 @dataclass(frozen=True)
@@ -91,18 +91,17 @@ def run(models: list[str] | None, console: Console) -> dict[str, Any]:
 
 def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
     """Predicted and measured peak of one case, and torch.compile's, in bytes."""
-    model, inputs = _made(case, device)
-    step: Callable[..., Any] = model
     theirs: int | None = None
     if case.backend == "eager":
-        predicted = graphopt.analyze(model, inputs, backend="eager", optimizer=case.optimizer).memory
+        ready, held = _ready(case, eager, device)
+        predicted = graphopt.analyze(ready.model, ready.inputs, backend="eager", optimizer=case.optimizer).memory
     else:  # with what is rewritten by default
-        step = opt = graphopt.optimize(model, inputs, backend=case.backend)
-        predicted = step_memory(opt.plan.rewrite(opt.graph)[0], case.backend, case.optimizer)
-    held, measured = _peak(case, model, inputs, step, device)
-    if case.backend != "eager":
-        model, inputs = _made(case, device)
-        theirs = _peak(case, model, inputs, torch.compile(model, backend=case.backend), device)[1]
+        ready, held = _ready(case, optimized(backend=case.backend), device)
+        assert ready.opt is not None
+        predicted = step_memory(ready.opt.plan.rewrite(ready.opt.graph)[0], case.backend, case.optimizer)
+        compiled, held_by_theirs = _ready(case, lambda model, *_: torch.compile(model, backend=case.backend), device)
+        theirs = held_by_theirs + compiled.peak
+    measured = held + ready.peak
     return {
         "model": case.model,
         "backend": case.backend,
@@ -114,42 +113,23 @@ def measure(case: Case, device: str = "cpu") -> dict[str, Any]:
         "torch_compile": theirs,
         "beside_torch_compile": None if theirs is None else measured / theirs - 1,
         "error": predicted.peak_bytes / measured - 1,
-        "error_without_static": (predicted.peak_bytes - predicted.static_bytes) / (measured - held) - 1,
+        "error_without_static": (predicted.peak_bytes - predicted.static_bytes) / ready.peak - 1,
         "phase": predicted.peak_phase,
     }
 
 
-def _made(case: Case, device: str) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    torch.manual_seed(0)
+def _ready(case: Case, call: Call, device: str) -> tuple[Ready, int]:
+    """A way to train, and bytes that exist for the whole step."""
+
+    def make() -> Made:
+        model, inputs = MODELS[case.model](case.batch)
+        if case.checkpointing:
+            model.gradient_checkpointing_enable()  # type: ignore[operator]
+        return model.train(), inputs
+
     torch.compiler.reset()
-    model, inputs = MODELS[case.model](case.batch)
-    model = model.to(torch.device(device)).train()
-    if case.checkpointing:
-        model.gradient_checkpointing_enable()  # type: ignore[operator]
-    return model, {k: v.to(device) for k, v in inputs.items()}
-
-
-def _peak(
-    case: Case, model: torch.nn.Module, inputs: dict[str, torch.Tensor], step: Callable[..., Any], device: str
-) -> tuple[int, int]:
-    """Bytes that exist for the whole step, and the most that exist at once."""
-    optimizer = named_optimizer(case.optimizer, torch.device(device))([p for p in model.parameters() if p.requires_grad])
-
-    def train() -> None:
-        step(**inputs).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(WARMUP):
-        train()
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    held = held_bytes([*model.parameters(), *model.buffers(), *inputs.values(), *states])
-    return held, peak_of(train, device, held)
-
-
-def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors that exist before and after a step, each storage once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    ready = prepare(steps.Case(make, cold=False), Variant(call, named_optimizer(case.optimizer, torch.device(device))), device)
+    return ready, held_bytes(ready.model, ready.inputs, ready.optimizer)
 
 
 def show(results: dict[str, Any], console: Console) -> None:

@@ -8,25 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphopt.bench.step_models import Classified, Made, classified, continued, network, pictures
+
 VOCABULARY = 2000
 LENGTH = 128
 
-Made = tuple[nn.Module, dict[str, Tensor]]
-
-
-class _Classifier(nn.Module):
-    """Any network with a cross-entropy on top."""
-
-    def __init__(self, network: nn.Module) -> None:
-        from transformers.modeling_outputs import SequenceClassifierOutput
-
-        super().__init__()
-        self.network = network
-        self.output = SequenceClassifierOutput
-
-    def forward(self, x: Tensor, labels: Tensor) -> Any:
-        logits = self.network(x)
-        return self.output(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": VOCABULARY, "use_cache": False,
+}  # fmt: skip
 
 
 class _Residual(nn.Module):
@@ -46,10 +35,8 @@ class _Residual(nn.Module):
 
 
 def _mlp(batch: int) -> Made:
-    network = nn.Sequential(
-        nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10)
-    )
-    return _Classifier(network), {"x": torch.randn(batch, 256), "labels": torch.randint(0, 10, (batch,))}
+    layers = (nn.Linear(256, 1024), nn.GELU(), nn.Dropout(0.1), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, 10))
+    return Classified(nn.Sequential(*layers)), {"x": torch.randn(batch, 256), "labels": torch.randint(0, 10, (batch,))}
 
 
 def _cnn(batch: int) -> Made:
@@ -57,78 +44,42 @@ def _cnn(batch: int) -> Made:
         nn.Conv2d(3, 32, 3, 1, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
         _Residual(32, 64, 2), _Residual(64, 128, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10),
     )  # fmt: skip
-    return _Classifier(network), {"x": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
-
-
-def _tokens(batch: int) -> Tensor:
-    return torch.randint(5, VOCABULARY, (batch, LENGTH))
+    return Classified(network), {"x": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
 
 
 def _bert(batch: int) -> Made:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        hidden_size=256, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCABULARY
-    )
-    ids = _tokens(batch)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch,))}
-    return BertForSequenceClassification(config), inputs
+    return network("Bert", "ForSequenceClassification", **SIZES, intermediate_size=1024), classified(batch, LENGTH, 2, VOCABULARY)
 
 
-def _causal(model: nn.Module, batch: int) -> Made:
-    model.config.use_cache = False  # type: ignore[union-attr]
-    ids = _tokens(batch)
-    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+def _causal(family: str, task: str, batch: int, **sizes: Any) -> Made:
+    inputs = continued(batch, LENGTH, VOCABULARY)
+    return network(family, task, **sizes), {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
 
 
 def _gpt2(batch: int) -> Made:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_embd=256, n_layer=4, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH, bos_token_id=1, eos_token_id=2
-    )
-    return _causal(GPT2LMHeadModel(config), batch)
+    sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": LENGTH, "use_cache": False}
+    return _causal("GPT2", "LMHeadModel", batch, **sizes, bos_token_id=1, eos_token_id=2)
 
 
 def _opt(batch: int) -> Made:
-    from transformers import OPTConfig, OPTForCausalLM
-
-    config = OPTConfig(
-        hidden_size=256, ffn_dim=1024, num_hidden_layers=4, num_attention_heads=4, vocab_size=VOCABULARY,
-        max_position_embeddings=LENGTH, word_embed_proj_dim=256, layerdrop=0.0,
-    )  # fmt: skip
-    return _causal(OPTForCausalLM(config), batch)
+    sizes = {"ffn_dim": 1024, "max_position_embeddings": LENGTH, "word_embed_proj_dim": 256, "layerdrop": 0.0}
+    return _causal("OPT", "ForCausalLM", batch, **SIZES, **sizes)
 
 
 def _llama(batch: int) -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-    )  # fmt: skip
-    return _causal(LlamaForCausalLM(config), batch)
+    return _causal("Llama", "ForCausalLM", batch, **SIZES, intermediate_size=688, num_key_value_heads=2)
 
 
 def _t5(batch: int) -> Made:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(d_model=256, d_kv=64, d_ff=512, num_layers=3, num_heads=4, vocab_size=VOCABULARY)
-    config.decoder_start_token_id = 0
-    model = T5ForConditionalGeneration(config)
-    model.config.use_cache = False
-    return model, {"input_ids": _tokens(batch), "labels": _tokens(batch)}
+    sizes = {"d_model": 256, "d_kv": 64, "d_ff": 512, "num_layers": 3, "num_heads": 4, "vocab_size": VOCABULARY}
+    model = network("T5", "ForConditionalGeneration", **sizes, decoder_start_token_id=0, use_cache=False)
+    tokens, labels = (torch.randint(5, VOCABULARY, (batch, LENGTH)) for _ in range(2))
+    return model, {"input_ids": tokens, "labels": labels}
 
 
 def _vit(batch: int) -> Made:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=192, intermediate_size=768, num_hidden_layers=4, num_attention_heads=3, image_size=64, patch_size=8,
-    )  # fmt: skip
-    config.num_labels = 10
-    inputs = {"pixel_values": torch.randn(batch, 3, 64, 64), "labels": torch.randint(0, 10, (batch,))}
-    return ViTForImageClassification(config), inputs
+    sizes = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 3, "patch_size": 8}
+    return network("ViT", "ForImageClassification", **sizes, image_size=64, num_labels=10), pictures(batch, 10, 64)
 
 
 MODELS: dict[str, Callable[[int], Made]] = {

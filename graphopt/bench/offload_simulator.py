@@ -6,15 +6,18 @@ output; every layer's compressed gradient is copied out, updated, copied back, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from graphopt.passes.lsp.transition import Durations, transition_layer
 
-Schedule = Literal["native", "zero", "layerwise"]
+Schedule = Literal["zero", "layerwise"]
 
 RESOURCES = ("device", "copies out", "host", "copies in")
+_COLOURS = {"forward": "#8ab", "backward": "#456", "apply": "#c63", "update": "#a7b", "copy out": "#8a8", "copy in": "#cb6"}
+
 STEPS = 4
 """Training steps simulated; the last is what is reported, when the first has long been over."""
 
@@ -27,7 +30,6 @@ class Layer:
         forward, backward: on the device.
         out, update, back: of its compressed gradient: copy to the host, update there, copy to the device.
         apply: adding the update to the weight, on the device.
-        native_update: the optimizer's step on the device, where nothing is offloaded.
     """
 
     forward: float
@@ -36,7 +38,6 @@ class Layer:
     update: float
     back: float
     apply: float = 0.0
-    native_update: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,29 +66,11 @@ class Simulation:
     spans: tuple[Span, ...]
 
 
-def zero_bound(layers: Sequence[Layer]) -> float:
-    """T_FWD + max(T_BWD, T_out) + max(T_UPD, T_back), the time of ZeRO-Offload's schedule (Eq. 1)."""
-    forward, backward, out, update, back, _ = _totals(layers)
-    return forward + max(backward, out) + max(update, back)
-
-
-def layerwise_bound(layers: Sequence[Layer]) -> float:
-    """max(T_FWD + T_BWD + one layer's copies and update, T_out, T_back, T_UPD): what no layer-wise schedule can beat."""
-    forward, backward, out, update, back, apply = _totals(layers)
-    tail = min(layer.out + layer.update + layer.back for layer in layers)
-    return max(forward + backward + apply + tail, out, back, update)
-
-
-def _totals(layers: Sequence[Layer]) -> tuple[float, float, float, float, float, float]:
-    names = ("forward", "backward", "out", "update", "back", "apply")
-    return tuple(sum(getattr(layer, name) for layer in layers) for name in names)
-
-
 def planned_transition(layers: Sequence[Layer]) -> int:
     """The transition layer for the mean durations of `layers`."""
-    _, backward, out, update, back, _ = _totals(layers)
     count = len(layers)
-    return transition_layer(count, Durations(out / count, update / count, back / count, backward))
+    out, update, back = (sum(getattr(layer, name) for layer in layers) / count for name in ("out", "update", "back"))
+    return transition_layer(count, Durations(out, update, back, sum(layer.backward for layer in layers)))
 
 
 def simulate(layers: Sequence[Layer], schedule: Schedule = "layerwise", transition: int | None = None) -> Simulation:
@@ -95,29 +78,16 @@ def simulate(layers: Sequence[Layer], schedule: Schedule = "layerwise", transiti
 
     Args:
         layers: from the input to the output.
-        schedule: "native": no offload; "zero": updates start when the backward is over, and the next forward when all have come
+        schedule: "zero": updates start when the backward is over, and the next forward when all have come
             back; "layerwise": a layer's forward waits for its own update alone.
         transition: layers below are served newest first; by default as planned. 0 serves all first come, first served.
     """
-    if schedule == "native":
-        return _native(layers)
     below = 0 if schedule == "zero" else planned_transition(layers) if transition is None else transition
     run = _Run(layers, schedule, below)
     starts = [run.step() for _ in range(STEPS)]
     first, last = starts[-2], starts[-1]
     spans = tuple(replace(s, start=s.start - first, end=s.end - first) for s in run.spans if s.start >= first and s.start < last)
     return Simulation(last - first, below, spans)
-
-
-def _native(layers: Sequence[Layer]) -> Simulation:
-    spans, now = [], 0.0
-    tasks = [("forward", i, layer.forward) for i, layer in enumerate(layers)]
-    tasks += [("backward", i, layers[i].backward) for i in reversed(range(len(layers)))]
-    tasks += [("update", i, layer.native_update) for i, layer in enumerate(layers)]
-    for name, i, seconds in tasks:
-        spans.append(Span("device", name, i, now, now + seconds))
-        now += seconds
-    return Simulation(now, 0, tuple(spans))
 
 
 @dataclass
@@ -185,3 +155,32 @@ class _Run:
             free = end
         self.free[resource] = free
         return done
+
+
+def gantt(simulations: Mapping[str, Simulation], path: str | Path) -> Path:
+    """Draw what each resource does when; steps below each other, on one scale of time.
+
+    Args:
+        simulations: by title.
+        path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 1.9 * len(simulations)))
+    axes = figure.subplots(len(simulations), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, (title, simulation) in zip(axes, simulations.items(), strict=True):
+        for span in simulation.spans:
+            row = RESOURCES.index(span.resource)
+            axis.barh(row, span.end - span.start, left=span.start, color=_COLOURS[span.task], edgecolor="white", linewidth=0.3)
+        axis.axvline(simulation.seconds, color="#333", linewidth=0.8, linestyle=":")
+        axis.set_yticks(range(len(RESOURCES)), RESOURCES)
+        axis.invert_yaxis()
+        axis.set_title(f"{title}: {simulation.seconds * 1e3:.1f} ms a step", fontsize=9, loc="left")
+    axes[-1].set_xlabel("seconds")
+    used = sorted({span.task for s in simulations.values() for span in s.spans})
+    handles = [axes[0].barh(0, 0, color=_COLOURS[task]) for task in used]
+    figure.legend(handles, used, ncols=len(used), loc="upper right", fontsize=8)
+    figure.tight_layout()
+    path = Path(path)
+    figure.savefig(path, dpi=110)
+    return path

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from graphopt.bench.cases import Benchmark, Row, chosen, print_faults
 from graphopt.bench.operators_run import LEFT_OUT, STEPS, VERDICTS, case_names, first_cases, measure_named
-from graphopt.bench.tables import table
 from graphopt.errors import InputError
+from graphopt.report.tables import table
 
 BENCHMARK = Benchmark("operators", measure_named, VERDICTS, at_once=50)
 

@@ -11,21 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.breadth_run import Case, Trained, compare, judged, reference, seed_everything, train
+from graphopt.bench.breadth_run import BUDGET, Case, Trained, compare, judged, reference, seed_everything, train
 from graphopt.bench.cases import attempt, begin
+from graphopt.bench.testing_databases import Call, databases
 from graphopt.compat import pytree
-from graphopt.compat.testing_databases import (
-    Call,
-    module_call,
-    module_names,
-    module_samples,
-    operator_call,
-    operator_names,
-    operator_samples,
-)
-
-BUDGET = 0.7
-"""FLOPs of a step, as a fraction of full training's."""
 
 STEPS: Mapping[str, Mapping[str, Any]] = {"exact": {"passes": []}, "budget": {"budget": BUDGET}}
 """What `optimize` is asked for, by name."""
@@ -102,7 +91,7 @@ class Trainable(nn.Module):
 
 def first_cases() -> list[str]:
     """The first case of every module and operator, modules first: "module/NAME/0", "operator/NAME/0"."""
-    stems = (*(f"module/{name}" for name in module_names()), *(f"operator/{name}" for name in operator_names()))
+    stems = [f"{kind}/{name}" for kind, database in databases().items() for name in database.names()]
     return [f"{stem}/0" for stem in stems if stem not in LEFT_OUT]
 
 
@@ -120,20 +109,19 @@ def case_names(samples: int, patterns: Sequence[str] | None) -> list[str]:
             kind, name, _ = first.split("/")
             possible = [f"{kind}/{name}/{i}" for i in range(samples)]
             if any(fnmatchcase(case, pattern) for case in possible for pattern in patterns or ["*"]):
-                count = module_samples if kind == "module" else operator_samples
-                found += possible[: count(name, samples)]
+                found += possible[: databases()[kind].count(name, samples)]
     return found
 
 
 def case_of(name: str) -> tuple[Case, torch.dtype]:
     """A case, and the type of its numbers."""
     kind, named, number = name.split("/")
-    make = module_call if kind == "module" else operator_call
+    make = partial(databases()[kind].made, named, int(number))
     seed_everything(0)
-    dtype = make(named, int(number)).dtype
+    dtype = make().dtype
 
     def made() -> tuple[nn.Module, dict[str, Any]]:
-        model = Trainable(make(named, int(number)))
+        model = Trainable(make())
         return model, {"x": torch.randn(8, WIDTH, dtype=dtype)}
 
     return Case(made, kind, left_behind, BUDGET), dtype
@@ -150,13 +138,6 @@ def made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
     return case.make()
 
 
-def dense(case: Case, model: nn.Module, call: Callable[..., Any], batch: Mapping[str, Any]) -> Trained:
-    """As `train`, with gradients that can be compared, whatever layout they had."""
-    found = train(case, model, call, batch)
-    found.gradients = [{n: None if g is None else g.to_dense() for n, g in step.items()} for step in found.gradients]
-    return found
-
-
 def measure(case: Case, tolerance: float, optimize: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Train a case in eager mode, by torch.compile and by graphopt, and give a verdict.
 
@@ -168,7 +149,7 @@ def measure(case: Case, tolerance: float, optimize: Callable[..., Any] | None = 
 
     optimize = optimize or graphopt.optimize
     begin({"verdict": "eager's"})
-    first = attempt(lambda: {"run": reference(partial(made, case), partial(dense, case), tolerance)})
+    first = attempt(lambda: {"run": reference(partial(made, case), partial(train, case), tolerance)})
     if "error" in first:
         return {"verdict": "eager's", "error": first["error"]}
     eager = first["run"]
@@ -192,14 +173,14 @@ def measure_named(name: str) -> dict[str, Any]:
 
 def _plainly_trained(case: Case, eager: Trained) -> dict[str, Any]:
     model, batch = made(case)
-    return compare(dense(case, model, torch.compile(model, backend="aot_eager"), batch), eager)
+    return compare(train(case, model, torch.compile(model, backend="aot_eager"), batch), eager)
 
 
 def _trained_by(optimize: Callable[..., Any], case: Case, eager: Trained, options: Mapping[str, Any]) -> dict[str, Any]:
     model, batch = made(case)
     seed_everything(1)
     opt = optimize(model, batch, backend="aot_eager", **options)
-    return judged(opt, dense(case, model, opt, batch), eager)
+    return judged(opt, train(case, model, opt, batch), eager)
 
 
 def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any], tolerance: float) -> str:

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from graphopt.bench.cases import chosen
-from graphopt.bench.tables import table
 from graphopt.errors import GraphoptError
+from graphopt.report.tables import table
 
 MODELS = ("mlp", "llama")
 

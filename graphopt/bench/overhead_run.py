@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.bench.step_models import network
 from graphopt.bench.timing import in_turn
 from graphopt.compat.dynamo import graphs_compiled
 
@@ -45,14 +46,10 @@ def made(name: str, batch: int = 8, length: int = 32) -> tuple[nn.Module, dict[s
     torch.manual_seed(0)
     if name == "mlp":
         return _Perceptron(), {"x": torch.randn(batch, 32), "labels": torch.randn(batch, 1)}
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=12, num_attention_heads=4, vocab_size=256, use_cache=False,
-        max_position_embeddings=128,
-    )  # fmt: skip
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "num_attention_heads": 4, "vocab_size": 256}
+    model = network("Llama", "ForCausalLM", **sizes, use_cache=False, max_position_embeddings=128)
     ids = torch.randint(0, 256, (batch, length))
-    return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+    return model, {"input_ids": ids, "labels": ids}
 
 
 def compiled(way: str, model: nn.Module, inputs: dict[str, Tensor]) -> Callable[..., Any]:

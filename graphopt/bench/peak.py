@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+
+from graphopt.passes.lsp.optimizer import SubspaceOptimizer
 
 
 class PeakBytes:
@@ -56,3 +59,14 @@ def peak_of(train: Callable[[], None], device: str, held: int = 0) -> int:
     peak = PeakBytes(device).begin()
     train()
     return peak.end() + held
+
+
+def held_bytes(model: nn.Module, inputs: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes that exist before and after a step, each storage once: of weights, buffers, the batch and the optimizer's states."""
+    tensors = [*model.parameters(), *model.buffers(), *inputs.values()]
+    if optimizer is not None:
+        tensors += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    if isinstance(optimizer, SubspaceOptimizer):
+        tensors += [t for weight in optimizer.subspaces.weights.values() for t in weight.inputs.values()]
+        tensors += [t for moments in optimizer.moments.values() for t in (moments.first, moments.second)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -23,12 +23,12 @@ from rich.progress import Progress
 
 import graphopt
 from graphopt.bench.cases import append_row, chosen
-from graphopt.bench.selection_run import RESULTS, RULES, Run, finished, train
+from graphopt.bench.selection_run import RULES, Run, finished, train
 from graphopt.bench.selection_tasks import TASKS, load
-from graphopt.bench.tables import table
 from graphopt.bench.timing import this_device
-from graphopt.bench.tuning import best_rate, next_rate
+from graphopt.bench.tuning import RESULTS, best_rate, next_rate
 from graphopt.errors import InputError
+from graphopt.report.tables import table
 
 DRAWS = 5
 """Random sets, of which the best counts."""

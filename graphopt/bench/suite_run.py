@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,18 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import graphopt
 from graphopt.bench.glosses import Batch, rate_factor
-from graphopt.bench.memory import held_bytes, peak_of
+from graphopt.bench.peak import held_bytes, peak_of
 from graphopt.bench.selection_tasks import batches, evaluate, load
 from graphopt.bench.suite_ways import WAYS, Prepared, Start, Way
 from graphopt.bench.timing import now, this_device
 from graphopt.compat.dynamo import seconds_compiling
 from graphopt.compat.inductor import fresh_compiler_cache
 from graphopt.integrations.models import quiet_transformers
-from graphopt.passes.lsp.optimizer import SubspaceOptimizer
 
 EVALUATIONS = 10
 """Of a run, at equal parts of it."""
@@ -75,7 +71,7 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
     """
     quiet_transformers()
     torch.set_num_threads(run.threads)
-    device, device_name = this_device()
+    device, _ = this_device()
     task = load(run.task, folder)
     torch.set_float32_matmul_precision(task.precision)
     model = task.make_model(run.seed).to(torch.device(device))
@@ -85,8 +81,7 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
     curve: list[dict[str, float]] = []
     with contextlib.nullcontext() if keep_compiled else fresh_compiler_cache():
         start = Start(model, _moved(task.example(), device), run.rate, run.seed, run.backend)
-        prepared, setup, compiling = prepare(WAYS[run.way], start, device)
-        training = setup
+        prepared, training, compiling = prepare(WAYS[run.way], start, device)
         optimizer = prepared.optimizer
         peaks = [group["lr"] for group in optimizer.param_groups]
         torch.manual_seed(run.seed)  # preparing draws different numbers in each way
@@ -116,7 +111,6 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
                 curve.append({**point, "accuracy": accuracy, "loss": loss})
             tell(len(seconds))
         held_out, held_out_loss = evaluate(prepared.model, task.held_out)
-        peak_rss = peak_resident_bytes()
         # the smaller of two: one of them may be among those in which projectors are fitted
         example = _moved(task.example(), device)
         step(example)  # is compiled here if batches were shorter
@@ -125,12 +119,9 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
     return {
         **asdict(run),
         "device": device,
-        "device_name": device_name,
-        "kept_compiled": keep_compiled,
         "limit_seconds": limit,
         "taken_steps": len(seconds),
         "seconds": training,
-        "setup_seconds": setup,
         "compile_seconds": compiling,
         "seconds_per_step": statistics.median(seconds[2:] or seconds),
         "accuracy": curve[-1]["accuracy"],
@@ -138,7 +129,6 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
         "held_out": held_out,
         "held_out_loss": held_out_loss,
         "curve": curve,
-        "peak_rss_bytes": peak_rss,
         "peak_bytes": peak_bytes,
         "selected": None if opt is None else len(opt.selected),
     }
@@ -159,29 +149,13 @@ def work(connection: Connection, run: Run, limit: float | None, folder: Path, ke
     connection.close()
 
 
-def peak_resident_bytes() -> int:
-    """The most memory that this process has had, libraries and compiling included."""
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage also counts what the parent had when it started this process
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 def _step_peak(prepared: Prepared, batch: Batch, device: str, step: Callable[[Batch], object]) -> int:
     """The most bytes that tensors hold during a step: weights, optimizer state, gradients and activations."""
 
     def train_once() -> None:
         step(batch)
 
-    optimizer = prepared.optimizer
-    held: list[Tensor] = [*prepared.model.parameters(), *prepared.model.buffers(), *batch.values()]
-    held += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    if isinstance(optimizer, SubspaceOptimizer):
-        held += [t for weight in optimizer.subspaces.weights.values() for t in weight.inputs.values()]
-        held += [t for moments in optimizer.moments.values() for t in (moments.first, moments.second)]
-    return peak_of(train_once, device, held_bytes(held))
+    return peak_of(train_once, device, held_bytes(prepared.model, batch, prepared.optimizer))
 
 
 def _moved(batch: Batch, device: str) -> Batch:

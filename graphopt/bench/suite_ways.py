@@ -146,9 +146,10 @@ def by_rule(rule: str) -> Way:
 
 
 def compressed(start: Start) -> Prepared:
-    """Compressed gradients in subspaces of a quarter of a matrix's width."""
+    """Compressed gradients in subspaces of a quarter of a matrix's width, by dense projectors."""
     width = min(max(p.shape) for p in start.model.parameters() if p.dim() == 2 and min(p.shape) > 2 * RANK)
-    rewrite = Lsp(subspace=max(RANK, width // 4), nonzeros=8, check_every=200, batches=16, threshold=0.3)
+    size = max(RANK, width // 4)
+    rewrite = Lsp(subspace=size, nonzeros=size, check_every=200, batches=16, threshold=0.3)
     opt = graphopt.optimize(start.model, start.example, passes=[rewrite], backend=start.backend)
     return _planned(start.model, opt, opt.make_optimizer(torch.optim.AdamW, lr=start.rate))
 

@@ -17,11 +17,12 @@ from rich.progress import Progress
 from scipy.stats import spearmanr
 
 from graphopt.bench.cases import chosen
-from graphopt.bench.selection_run import RESULTS, finished
+from graphopt.bench.selection_run import finished
 from graphopt.bench.selection_tasks import TASKS, Batch, Task, batches, evaluate, load, rows
-from graphopt.bench.tables import table
+from graphopt.bench.tuning import RESULTS
 from graphopt.errors import InputError
 from graphopt.integrations.models import quiet_transformers
+from graphopt.report.tables import table
 
 MARKS = (5, 10, 20, 40)
 """Steps after which a trial's loss is looked at."""

@@ -1,4 +1,4 @@
-"""Every non-public torch API that graphopt uses, in one place.
+"""Every non-public torch API that graphopt uses, in one place, but for torch's test databases, which `bench` reads.
 
 Supported: torch 2.11 to 2.13. The rest of the code sees only the plain types defined here (`JointExport`, `InputDesc`,
 `OutputDesc`) and ordinary FX graphs, so a new torch release means mending this package alone.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -216,3 +216,20 @@ def observed_by(modes: Sequence[Any]) -> Iterator[None]:
 def trace_artifact(name: str, text: str) -> None:
     """Hand `text` to torch's structured trace, so that TORCH_TRACE and tlparse show it as artifact `name`."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)
+
+
+def backward_dtypes(scalar: torch.Tensor) -> set[torch.dtype]:
+    """Types of the gradients that autograd computes on the way from `scalar`; within reentrant checkpoints none are seen."""
+    return {metadata.dtype for node in functions_behind([scalar]) for metadata in getattr(node, "_input_metadata", ())}
+
+
+def functions_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """What autograd runs to compute gradients of what `tensors` were computed from, each function once."""
+    seen: set[Any] = {tensor.grad_fn for tensor in tensors} - {None}
+    ahead = list(seen)
+    while ahead:
+        node = ahead.pop()
+        yield node
+        after = {source for source, _ in node.next_functions} - seen - {None}
+        seen |= after
+        ahead += after

@@ -48,7 +48,7 @@ class Hooks:
         halves: shown the forward and the backward before they are compiled.
         failed: called with why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
-        depends_on_data: `rewrite` looks at values or times, which no key can tell: AOTAutograd's cache is not asked.
+        untold: `rewrite` depends on what no key can tell, as values and times: AOTAutograd's cache is not asked.
         functions: of our own that Dynamo's graph may call; torch's caches on disk may hold graphs with them.
     """
 
@@ -57,7 +57,7 @@ class Hooks:
     halves: Callable[[fx.GraphModule, fx.GraphModule], None]
     failed: Callable[[Exception], None]
     key: str
-    depends_on_data: bool = False
+    untold: bool = False
     functions: Sequence[Callable[..., Any]] = ()
 
 
@@ -81,7 +81,7 @@ def compile_joint(
     """
     from torch._inductor.compile_fx import compile_fx
 
-    cached = {"enable_autograd_cache": False} if hooks.depends_on_data else {}
+    cached = {"enable_autograd_cache": False} if hooks.untold else {}
     known = {**config.unsafe_marked_cacheable_functions, **{f"{f.__module__}.{f.__name__}": hooks.key for f in hooks.functions}}
     patched = config.patch(custom_partitioner_fn=_Partitioner(hooks), unsafe_marked_cacheable_functions=known)
     with _tracing(module), patched, torch._functorch.config.patch(cached):
@@ -263,14 +263,6 @@ def decomposed(joint: fx.GraphModule) -> fx.GraphModule:
             new.name = new.target = old.name
     module.graph.output_node().meta = dict(joint.graph.output_node().meta)
     return module
-
-
-def compile_half(half: fx.GraphModule, compiler: str | GraphCompiler) -> Callable[[list[Any]], Any]:
-    """A forward or backward graph, by "aot_eager" or a user's own compiler, as a function of one list of arguments."""
-    inputs = [node.meta["val"] for node in half.graph.find_nodes(op="placeholder")]
-    if isinstance(compiler, str):
-        return _boxed(half, inputs)
-    return _custom(compiler)(fx.GraphModule(half, half.graph), inputs)  # not a lazy one, which torch.compile does not look into
 
 
 def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -21,10 +21,12 @@ class InputDesc:
             "tangent" (target: the `OutputDesc` it is the gradient of), "random" (numbers in [0, 1) that a pass draws from;
             target: the seed), "given" (a value that the caller of the graph passes; target: what it is) or "compressed" (the
             variable whose gradient stands for that of a parameter; target: the parameter's name).
+        owner: the pass that added it, as `run_pass` notes; "": none, or not known.
     """
 
     kind: str
     target: Any
+    owner: str = field(default="", compare=False, repr=False)
 
 
 WRITES = ("mutation", "backward mutation")
@@ -43,10 +45,12 @@ class OutputDesc:
             that writes it (target: the mutated `InputDesc`), "base" (target: index of the output that is a view of it),
             "gradient" (target: the `InputDesc`), "slot" (target: the name of a further result of the backward), "part" (target: a
             result of one of several graphs, as text) or "none".
+        owner: see `InputDesc`.
     """
 
     kind: str
     target: Any
+    owner: str = field(default="", compare=False, repr=False)
 
 
 def drop_outputs(module: fx.GraphModule, unwanted: Callable[[Any], bool]) -> None:

@@ -120,12 +120,48 @@ active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParall
 """The DistributedDataParallel in whose forward this is called."""
 
 
-def silence(ddp: DistributedDataParallel) -> None:
-    """Have a DistributedDataParallel leave gradients as they are, unless it has a communication hook already."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+class Silenced:
+    """Says of every forward of a DistributedDataParallel whether that leaves its gradients as they are, or averages them.
 
+    Attributes:
+        leaves: the gradients of the last forward with a backward, which are averaged elsewhere.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.leaves = False
+        self._group = group
+
+    def __reduce__(self) -> tuple[type[Silenced], tuple[None]]:
+        return Silenced, (None,)  # a copy of a DistributedDataParallel has no process group either
+
+    def begin(self, *_: Any) -> None:
+        """A forward begins."""
+        self.leaves = self.leaves and not torch.is_grad_enabled()
+
+    def averaged(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """What becomes of a bucket of gradients."""
+        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        return noop_hook(None, bucket) if self.leaves else allreduce_hook(self._group, bucket)  # type: ignore[arg-type]
+
+
+def unless_silenced(state: Silenced, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The communication hook of a DistributedDataParallel that `silence` was called with."""
+    return state.averaged(bucket)
+
+
+unless_silenced.__annotations__ = {}  # torch compares them with types, and these are texts
+
+
+def silence(ddp: DistributedDataParallel) -> Silenced | None:
+    """What a DistributedDataParallel is told by which gradients it leaves; None where it has another communication hook."""
     if not ddp._comm_hooks:
-        ddp.register_comm_hook(None, noop_hook)
+        silenced = Silenced(ddp.process_group)
+        ddp.register_comm_hook(silenced, unless_silenced)
+        ddp.register_forward_pre_hook(silenced.begin)
+    hook, state = ddp._comm_hooks[0]
+    return state if hook is unless_silenced and isinstance(state, Silenced) else None
 
 
 def whole_graphs() -> contextlib.AbstractContextManager[Any]:

@@ -20,8 +20,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphopt.compat.joint import intermediates_that_require_grad
-from graphopt.compat.once import messages_given_once
+from graphopt.compat.joint import intermediates_that_require_grad, messages_given_once
 
 COMPILATIONS = 64
 """Graphs that Dynamo compiles for one call before it leaves further ones to eager mode: plans count, too."""

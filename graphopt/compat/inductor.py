@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -14,7 +14,7 @@ from torch._inductor import config
 from torch._inductor.utils import BoxedBool, fresh_inductor_cache
 
 from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
-from graphopt.compat.recompute import SAVE, copy_written, is_in_forward, is_marked, keep_readers_of_written, must_keep
+from graphopt.compat.recompute import IN_FORWARD, KEEP, SAVE, carries, copy_written, is_marked, keep_readers_of_written
 
 
 def partition(
@@ -73,7 +73,7 @@ def as_marked(
             node.meta.pop("recompute")
     for node in joint.graph.nodes:
         source = node.args[0] if node.target is operator.getitem else node
-        if node.op == "call_function" and not must_keep(node) and not is_marked(source) and any(map(is_marked, node.users)):
+        if node.op == "call_function" and not carries(node, KEEP) and not is_marked(source) and any(map(is_marked, node.users)):
             node.meta.update(SAVE)
     return default_partition(joint, inputs, **options)
 
@@ -90,9 +90,9 @@ def min_cut(
     copy_written(joint, written, num_fwd_outputs)
     keep_readers_of_written(joint, written, marked_alone=False)
     for node in joint.graph.nodes:
-        if must_keep(node):
+        if carries(node, KEEP):
             node.meta.update(SAVE)
-    forced = [node for node in joint.graph.nodes if is_in_forward(node)]
+    forced = [node for node in joint.graph.nodes if carries(node, IN_FORWARD)]
     _replace_outputs(joint, num_fwd_outputs, 0, forced)
     forward, backward = min_cut_rematerialization_partition(
         joint, inputs, num_fwd_outputs=num_fwd_outputs + len(forced), **options
@@ -110,37 +110,6 @@ def _replace_outputs(module: fx.GraphModule, position: int, count: int, nodes: S
         if descriptions := list(output.meta.get("desc", ())):
             output.meta["desc"] = [*descriptions[:position], *[descriptions[0]] * len(nodes), *descriptions[behind:]]
         module.recompile()
-
-
-Compiled = Callable[[list[Any]], Sequence[Any]]
-"""A compiled graph: takes one list of arguments, which it empties, and returns a sequence."""
-
-
-def compile_inductor_forward(
-    forward: fx.GraphModule,
-    backward: fx.GraphModule,
-    num_mutations: int,
-    num_outputs: int,
-    static_inputs: Sequence[int],
-) -> Compiled:
-    """Compile the forward of a partitioned pair with Inductor, and note in `backward` how it lays out what it saves.
-
-    Args:
-        num_mutations, num_outputs: the forward returns updated buffers, then the model's outputs, then saved tensors.
-        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
-    """
-    visible = range(num_mutations, num_mutations + num_outputs)
-    with compiling(forward), torch._guards.TracingContext.report_output_strides() as strides:
-        compiled = compile_graph(forward, visible, static_inputs, is_backward=False)
-    restride_saved(output_list(forward), backward, strides)
-    return compiled
-
-
-def compile_inductor_backward(backward: fx.GraphModule) -> Compiled:
-    """Compile the backward of a partitioned pair, after its forward, with Inductor; `backward` is used up."""
-    num_saved = sum(1 for n in backward.graph.nodes if n.op == "placeholder" and "tangents" not in n.name)
-    with compiling(backward):
-        return compile_graph(backward, range(len(output_list(backward))), range(num_saved), is_backward=True)
 
 
 @contextlib.contextmanager

@@ -77,7 +77,8 @@ def inductor_programs(
     """The programs for the halves of a partitioned joint graph, which are used up.
 
     Args:
-        num_mutations, num_outputs, static_inputs: as for `compile_inductor_forward`.
+        num_mutations, num_outputs: the forward returns updated buffers, then the model's outputs, then saved tensors.
+        static_inputs: positions of the forward's inputs that keep their address (parameters and buffers).
     """
     visible = range(num_mutations, num_mutations + num_outputs)
     results = output_list(forward)
@@ -123,7 +124,7 @@ def _program(
     try:
         with (
             compiling(module) as context,
-            config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+            config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, force_disable_caches=False),  # or a folder is left
             mock.patch.object(GraphLowering, "codegen", stop),
             _scalar_kernels(),
             _groups_unknown(),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +20,12 @@ from torch import Tensor, fx, nn
 from torch._dynamo import functional_export
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.misc import LoggingLoggerVariable
 from torch._dynamo.variables.tensor import TensorVariable
+from torch.fx import traceback
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from graphopt.compat.annotating import annotated_by_this_thread
 from graphopt.compat.descriptions import (
     InputDesc,
     OutputDesc,
@@ -31,8 +36,12 @@ from graphopt.compat.descriptions import (
 from graphopt.compat.effects import take_tokens_out
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.handed_out import results_handed_out
-from graphopt.compat.once import messages_given_once
 from graphopt.errors import CaptureError
+
+logger = logging.getLogger(__name__)
+
+MANY_STEPS = 100
+"""Steps of a recurrent layer, of all its layers and directions, from which on tracing and compiling them takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,43 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
             part.f_globals = {**vars(builtins), **part.f_globals}
     graph.meta["handed_out"] = handed_out
     return graph
+
+
+def messages_given_once() -> contextlib.AbstractContextManager[Any]:
+    """While this is entered, Dynamo has a message that a logger gives once given when it traces the call, in place of a break.
+
+    Such as `logger.warning_once` of transformers: a method that is cached (`functools.lru_cache`) gives a message once, however
+    often it is called. All others are Dynamo's.
+    """
+    known = LoggingLoggerVariable.call_method
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        method: Any = getattr(self.value, name, None)
+        if not isinstance(getattr(method, "__func__", None), functools._lru_cache_wrapper):
+            return known(self, tx, name, args, kwargs)
+        told, named = [a.realize() for a in args], {key: a.realize() for key, a in kwargs.items()}
+        if not all(a.is_python_constant() for a in [*told, *named.values()]):
+            return known(self, tx, name, args, kwargs)
+        method(*(a.as_python_constant() for a in told), **{key: a.as_python_constant() for key, a in named.items()})
+        return ConstantVariable.create(None)
+
+    return mock.patch.object(LoggingLoggerVariable, "call_method", call_method)
+
+
+def annotated_by_this_thread() -> contextlib.AbstractContextManager[Any]:
+    """While this is entered, calls of other threads leave no notes in what this one traces.
+
+    torch keeps notes in one place for all threads. Compiled code that runs in another thread would take its own away twice, which
+    ends its step with a KeyError.
+    """
+    known, tracing = traceback.annotate, threading.get_ident()
+
+    @contextlib.contextmanager
+    def annotate(notes: dict[str, Any]) -> Iterator[None]:
+        with known(notes) if threading.get_ident() == tracing else contextlib.nullcontext():
+            yield
+
+    return mock.patch.object(traceback, "annotate", annotate)
 
 
 def as_if_compiled() -> contextlib.AbstractContextManager[Any]:
@@ -223,6 +269,17 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
     )
 
 
+@functools.cache
+def warn_of_many_steps(steps: int) -> None:
+    """Warn, once for each number of them, before minutes pass in silence."""
+    logger.warning(
+        "a recurrent layer is compiled step by step, %d times its cell: that takes minutes, and steps can take longer than eager "
+        "mode's. layer.forward = types.MethodType(torch.compiler.disable(type(layer).forward), layer) leaves it to eager mode, "
+        "where all of it is trained",
+        steps,
+    )
+
+
 @contextlib.contextmanager
 def open_recurrent_layers() -> Iterator[None]:
     """Have recurrent layers traced as their products, with the dropout between them.
@@ -240,6 +297,8 @@ def open_recurrent_layers() -> Iterator[None]:
     ) -> tuple[Tensor, list[Any]]:  # fmt: skip
         input = input.transpose(0, 1) if batch_first else input
         directions = 2 if bidirectional else 1
+        if input.dim() == 3 and input.shape[0] * num_layers * directions >= MANY_STEPS:  # packed sequences have two
+            warn_of_many_steps(int(input.shape[0]) * num_layers * directions)
         final: list[Any] = []
         for i in range(num_layers):
             own = slice(i * directions, (i + 1) * directions)

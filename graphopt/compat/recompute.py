@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,19 +26,13 @@ RECOMPUTE, SAVE = _policy("MUST_RECOMPUTE"), _policy("MUST_SAVE")
 IN_FORWARD = _policy("MUST_SAVE", -1)
 """Metadata of a node that only the backward reads, and that the forward has to compute."""
 
-
 KEEP = _policy("PREFER_SAVE", -2)
 """Metadata of a node that Inductor's partitioner must not leave to the backward; others keep it where the backward reads it."""
 
 
-def is_in_forward(node: fx.Node) -> bool:
-    """Whether a node is marked by `IN_FORWARD`."""
-    return node.op == "call_function" and node.meta.get("ac_graph_id") == IN_FORWARD["ac_graph_id"]
-
-
-def must_keep(node: fx.Node) -> bool:
-    """Whether a node is marked by `KEEP`."""
-    return node.op == "call_function" and node.meta.get("ac_graph_id") == KEEP["ac_graph_id"]
+def carries(node: fx.Node, mark: Mapping[str, Any]) -> bool:
+    """Whether a node is marked by `IN_FORWARD` or `KEEP`."""
+    return node.op == "call_function" and node.meta.get("ac_graph_id") == mark["ac_graph_id"]
 
 
 def recompute_mark(region: int) -> dict[str, Any]:
@@ -102,7 +96,7 @@ def copy_written(joint: fx.GraphModule, written: Collection[int], num_forward: i
     """
     results, copies = output_list(joint), _copies(joint)
     later = {node for node in copies if node.meta.get("partitioner_tag") == "must_be_in_backward"}
-    forward = {*results[:num_forward], *copies - later, *filter(is_in_forward, joint.graph.nodes)}
+    forward = {*results[:num_forward], *copies - later, *(node for node in joint.graph.nodes if carries(node, IN_FORWARD))}
     for node in reversed(joint.graph.nodes):
         if node in forward:
             forward.update(node.all_input_nodes)

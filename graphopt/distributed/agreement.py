@@ -77,11 +77,17 @@ def require_same_weights(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _fingerprint(tensor: Any) -> tuple[Any, ...]:
-    """Its shape, and two sums by which it is told from another draw."""
+    """Its shape, and two sums by which it is told from another draw: of integers, which are the same in whatever order."""
     if not isinstance(tensor, Tensor):
         return ()
-    exact = local_part(tensor).detach().to_dense().to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return tuple(tensor.shape), str(tensor.dtype), str(exact.sum().item()), str(exact.abs().sum().item())
+    dense = local_part(tensor).detach().to_dense().resolve_conj().resolve_neg().contiguous()
+    real = torch.view_as_real(dense) if dense.is_complex() else dense
+    bits = real.view(_BITS[real.element_size()]).to(torch.int64)
+    return tuple(tensor.shape), str(tensor.dtype), int(bits.sum()), int(bits.square().sum())
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By bytes of a number."""
 
 
 def _decided(plan: Plan) -> dict[str, Any]:

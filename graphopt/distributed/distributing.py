@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from graphopt.distributed.divided import is_divided
 from graphopt.distributed.predicted import block_of
-from graphopt.distributed.tensor_parallel import is_divided
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
     for pattern, style in patterns.items():
         found = {name: module for name, module in named.items() if fnmatch.fnmatch(name, pattern)}
         styles |= dict.fromkeys(found, _style(pattern, style))
+    if not styles:
+        raise InputError(
+            f"the names in {type(model).__name__}'s tp_plan ({', '.join(patterns)}) are those of no layer, as where another "
+            "module wraps the model: distribute the model itself before, or set tp_plan to names that it has."
+        )
     parallelize_module(model, mesh, {name: style for name, style in styles.items() if not _is_tied(model, named[name])})
 
 

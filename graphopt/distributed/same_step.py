@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.communication import communication
 from graphopt.compat.distributed import store_of
+from graphopt.distributed.divided import group_of_parts
 from graphopt.distributed.ranks import lost
-from graphopt.distributed.tensor_parallel import group_of_parts
 from graphopt.errors import RankError
 from graphopt.passes.state import State
 
@@ -29,7 +29,7 @@ class SameStep(State):
     saved = False
 
     def __init__(self, opt: OptimizedModule) -> None:
-        group = group_of_parts(opt._model)
+        group = group_of_parts(opt._graphopt_model)
         self._store = store_of(group)
         self._name = opt.ranks.same(uuid.uuid4().hex, "starting to train")
         self._first = group.rank() == 0

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from graphopt.analysis.communication import Collective
-from graphopt.compat import pytree
+from graphopt.compat import functions_behind, pytree
 from graphopt.compat.fsdp import Part, parts_of, post_forward_order
-from graphopt.frontend.history import functions_behind
 from graphopt.passes.state import State
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class Traffic(State):
 
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """See `State`."""
-        model: nn.Module = self._opt._model
+        model: nn.Module = self._opt._graphopt_model
         parts = parts_of(model)
         key = (step, self._opt.plan, tuple(part.reduces for part in parts))
         if not self._counted or not all(now is before or now == before for now, before in zip(key, self._counted, strict=True)):

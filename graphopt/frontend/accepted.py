@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from graphopt import compat
+from graphopt.calls import flatten_call
 from graphopt.errors import GraphoptError, InputError
 from graphopt.runtime.shared_module import SharedModule
 
@@ -33,23 +34,39 @@ def training_mode(model: nn.Module) -> Iterator[None]:
             module.training = flag
 
 
-def require_module(model: Any, optimizer: Any = None) -> None:
-    """Raise `InputError` where it is none, or the optimizer that is to train it is none."""
+def require_module(model: Any, optimizer: Any = None, loss: Any = None) -> None:
+    """Raise `InputError` where it is none, the optimizer that is to train it is none, or its loss no function."""
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}: load it first.")
+    require_optimizer(optimizer)
+    if loss is not None and not callable(loss):
+        raise InputError(f"loss= must be a function from the model's output to a tensor of one number, not {loss!r}.")
+
+
+def require_optimizer(optimizer: Any) -> None:
+    """Raise `InputError` where it is neither an optimizer nor None."""
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise InputError(f"optimizer must be the torch.optim.Optimizer that trains the model, not {optimizer!r}: make it first.")
 
 
-def require_bare(model: nn.Module) -> None:
-    """Raise `InputError` where a model is a wrapper that spreads batches over devices, or where `optimize` returned a part."""
+def require_not_optimised(model: nn.Module, what: str) -> None:
+    """Raise `InputError` where `optimize` returned a model or a part of it.
+
+    Args:
+        what: is to be done with it, as a participle.
+    """
     for name, module in model.named_modules():
         if issubclass(type(module), SharedModule):
-            what = f"its part {name}" if name else "it"
+            part = f"its part {name}" if name else "it"
             raise InputError(
-                f"the model cannot be optimised: {what} is optimised already, under a plan of its own. Pass the model that "
-                "optimize() was given there, or the whole with that model in its place; or train the whole as it is."
+                f"the model cannot be {what}: {part} is optimised already, under a plan of its own. Pass the model that "
+                "optimize() was given there, or the whole with that model in its place."
             )
+
+
+def require_bare(model: nn.Module) -> None:
+    """Raise `InputError` where a model is a wrapper that spreads batches over devices, or where `optimize` returned a part."""
+    require_not_optimised(model, "optimised")
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise InputError(
             f"a {type(model).__name__} spreads batches over devices, which a captured step would not. Pass the model that it "
@@ -80,3 +97,15 @@ def require_storage(model: nn.Module, limited: bool) -> None:
         raise InputError(
             "the model's weights exist nowhere (meta or fake tensors): load them before optimize(), or use analyze()."
         )
+
+
+def with_values(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call of a model; raise `InputError` where a tensor among them is a meta or fake one."""
+    inputs = flatten_call(args, kwargs)
+    for name, tensor in zip(inputs.names, inputs.tensors, strict=True):
+        if tensor.is_meta or compat.fake_mode_of([tensor]) is not None:
+            raise InputError(
+                f"the example input {name!r} has no values (a meta or fake tensor), and the model is to be trained: pass a batch "
+                "as the model is called with, or use analyze()."
+            )
+    return args, kwargs

@@ -15,56 +15,40 @@ import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.calls import BatchDim, flatten_call
+from graphopt.calls import copy_tensors, flatten_call
 from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import cause_of
 from graphopt.compat.inductor import eager_draws
 from graphopt.errors import first_line
 from graphopt.frontend.running import Running
-from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction, scalar_loss
-from graphopt.lower import Backend
 from graphopt.passes import Preserves
 from graphopt.passes.state import State
 from graphopt.passes.technique import technique
-from graphopt.planner.plan import Plan
 from graphopt.runtime.counters import Counters
 from graphopt.testing.compare import compare_gradients, compare_values, tolerance_of
 
+if TYPE_CHECKING:
+    from graphopt.runtime.module import OptimizedModule
 
-def first_difference(
-    model: nn.Module,
-    graph: TrainingGraph,
-    plan: Plan,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    loss: LossFunction | None,
-    backend: Backend,
-    batch_dim: BatchDim,
-    parts: bool,
-    states: Sequence[State] = (),
-    loss_alone: bool = False,
-) -> str:
-    """What the plan's step computes otherwise than eager autograd; "" if it computes the same.
+
+def first_difference(opt: OptimizedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same.
 
     Gradients of what is trained are compared, outputs, buffers, and attributes of the modules that are tensors or numbers; those
     that a technique keeps with the image of eager's. Of a sampler the step without sampling is taken: its own tests hold it to
     its expectation.
-
-    Args:
-        graph: that the plan was made on.
-        loss: see `scalar_loss`.
-        backend, batch_dim, parts, loss_alone: see `Running`.
-        states: of the techniques.
     """
+    model, graph, plan, captures, loss = opt._graphopt_model, opt._graph, opt.plan, opt.captures, opt.loss_given
+    loss_alone = captures.loss_alone
     try:
         eager, ours = twin(model), twin(model)
     except Exception as error:
@@ -75,9 +59,9 @@ def first_difference(
     plan = replace(plan, passes=kept)
     for rewrite in kept:
         plan = technique(rewrite).alone(plan)
-    taken = _Taken(states)
-    options: dict[str, Any] = {"parts": parts, "supplier": taken, "loss_alone": loss_alone}
-    running = Running(ours, backend, Counters(), planned, told.append, lambda: None, batch_dim, **options)
+    taken = _Taken(tuple(opt.states.values()))
+    options: dict[str, Any] = {"parts": captures.several_graphs, "supplier": taken, "loss_alone": loss_alone}
+    running = Running(ours, captures.backend, Counters(), planned, told.append, lambda: None, captures.batch_dim, **options)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]
     with same_draws(tensors), no_generation_cache(eager):
@@ -120,7 +104,7 @@ class _Reseeded(compat.DispatchMode):
             ]
 
     def __torch_dispatch__(self, func: Any, classes: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, compat.OpOverload):  # torch.cond and the like, whose branches draw, too
+        if not isinstance(func, compat.OpOverload):  # branches of torch.cond draw, and what checkpointing computes again
             return func(*pytree.tree_map(self._around, args), **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
@@ -137,8 +121,9 @@ class _Reseeded(compat.DispatchMode):
         return result
 
     def _around(self, argument: Any) -> Any:
-        """A function or graph that runs in this mode, which torch leaves for the operator that calls it."""
-        if not isinstance(argument, (types.FunctionType, nn.Module)):
+        """A function, graph or operator that draws, run in this mode, which torch leaves for the operator that calls it."""
+        draws = isinstance(argument, compat.OpOverload) and torch.Tag.nondeterministic_seeded in argument.tags
+        if not draws and not isinstance(argument, (types.FunctionType, nn.Module)):
             return argument
 
         @functools.wraps(argument)
@@ -195,15 +180,41 @@ def _step(
     model: nn.Module, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: LossFunction | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor | None]]:
     """Outputs, and gradients by parameter and input."""
-    seen: dict[int, Tensor] = {}
-    args, kwargs = copied((args, dict(kwargs)), seen)
+    args, kwargs = copy_tensors((args, dict(kwargs)))
     with torch.enable_grad():
         output = run(*args, **kwargs)
         scalar, _ = scalar_loss(output, loss)
         wanted: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         wanted |= {f"input {i}": t for i, t in enumerate(flatten_call(args, kwargs).tensors) if t.requires_grad}
-        gradients = torch.autograd.grad(scalar, list(wanted.values()), allow_unused=True)
-    return named_outputs(output), dict(zip(wanted, gradients, strict=True))
+        return named_outputs(output), dict(zip(wanted, _gradients(scalar, list(wanted.values())), strict=True))
+
+
+def _gradients(scalar: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Gradients by leaves of a copy; what is shared with the model, such as the parameters of a loss, keeps its own."""
+    nodes = _nodes(scalar)
+    if not any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
+        return torch.autograd.grad(scalar, wanted, allow_unused=True)
+    # reentrant checkpointing refuses torch.autograd.grad
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    before = [(leaf, leaf.grad) for leaf in leaves if not any(leaf is tensor for tensor in wanted)]
+    for tensor in wanted:
+        tensor.grad = None
+    scalar.backward()
+    for leaf, gradient in before:
+        leaf.grad = gradient
+    return [tensor.grad for tensor in wanted]
+
+
+def _nodes(result: Tensor) -> list[Any]:
+    """The autograd graph that a tensor is the result of."""
+    found: dict[Any, None] = {}
+    waiting = [result.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found[node] = None
+            waiting += [other for other, _ in node.next_functions]
+    return list(found)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -232,19 +243,6 @@ def _equal(a: Any, b: Any) -> bool:
     with contextlib.suppress(Exception):
         return bool(a == b) or (a != a and b != b)
     return True
-
-
-def copied(tree: Any, copies: dict[int, Tensor]) -> Any:
-    """The same structure with a copy of every tensor; one tensor in two places stays one."""
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return copies[id(leaf)]
-
-    return pytree.tree_map(copied, tree)
 
 
 def named_outputs(output: Any) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,6 @@ from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import lost
 from graphopt.errors import CaptureError, first_line
 from graphopt.frontend.compiled_region import CompiledRegion, Host, Ran
-from graphopt.frontend.history import needs_gradient
 from graphopt.frontend.outputs import (
     answer,
     are_only_returned,
@@ -32,9 +32,8 @@ from graphopt.frontend.outputs import (
     reads_what_it_changes,
     without_backward,
 )
-from graphopt.frontend.region import Region, region_of
+from graphopt.frontend.region import Region, needs_gradient, region_of
 from graphopt.frontend.rewriting import hooks_for
-from graphopt.graph import ancestors
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.runtime.stages import stage
@@ -88,22 +87,29 @@ class PlanBackend:
         communicates = found.graph is not None and any(collective_of(node.target) for node in found.graph.graph.nodes)
         planned = cuts and found.graph is not None
         untrained = [i for i, name in enumerate(region.names) if name in parameters and name not in trained] if planned else []
-        return _Made(found, run, _sources(found, trained) if cuts else (), read, communicates, untrained)
+        return _Made(found, run, found.sources(trained) if cuts else (), read, communicates, untrained)
 
     def needless(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Positions of inputs that require a gradient, but only for what the plan does not train, or for nothing at all."""
         if self.plan.train is None:
             return ()
         tensors = [(i, v) for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
-        return tuple([i for i, v in tensors if not isinstance(v, nn.Parameter) and not needs_gradient(v, self._wanted)])
+        entering = [(i, v) for i, v in tensors if not isinstance(v, nn.Parameter)]
+        if not entering:
+            return ()
+        wanted = self._wanted()
+        return tuple([i for i, v in entering if not needs_gradient(v, wanted)])
 
-    def _wanted(self, leaf: Tensor) -> bool:
+    def _wanted(self) -> Callable[[Tensor], bool]:
         """Whether the gradient of a leaf is asked for: it is trained, or no parameter, so that the caller may hold it."""
         host = self.host()
-        if not isinstance(leaf, nn.Parameter):
-            return True
-        names = host.names().get(id(leaf), ())
-        return not names or self.plan.trains(names[0], host.planned())
+        names, planned = host.names(), host.planned()
+
+        def wanted(leaf: Tensor) -> bool:
+            own = names.get(id(leaf), ()) if isinstance(leaf, nn.Parameter) else ()
+            return not own or self.plan.trains(own[0], planned)
+
+        return wanted
 
     @staticmethod
     def _is_whole(module: fx.GraphModule, host: Host, values: Sequence[Any]) -> bool:
@@ -170,9 +176,10 @@ class PlanBackend:
 
     def _cut_distributed(self, module: fx.GraphModule, needless: Sequence[int], values: Sequence[Any]) -> None:
         """Have AOTAutograd trace no gradient of DTensors that none is needed of: it makes a DTensor of whatever comes for one."""
+        wanted = self._wanted()
         for i, (node, value) in enumerate(zip(module.graph.find_nodes(op="placeholder"), values, strict=True)):
             divided = isinstance(value, Tensor) and is_distributed(value) and value.requires_grad
-            if divided and (i in needless or (value.is_leaf and not self._wanted(value))):
+            if divided and (i in needless or (value.is_leaf and not wanted(value))):
                 detach(module, node)
 
 
@@ -182,7 +189,7 @@ class _Made:
 
     Attributes:
         run: what computes it.
-        sources: by output that reads no parameter that is trained, the inputs that it reads.
+        sources: see `CompiledRegion.sources`.
         read: positions of its inputs that are tensors, without buffers that it changes.
         communicates: its backward does, and errors of other ranks are still to become our own there.
         untrained: positions of the parameters that get no gradient from it.
@@ -228,30 +235,6 @@ def _telling_of_ranks(node: Any, own: Callable[[Any, list[Any]], Any], gradients
         raise
 
 
-def _sources(made: CompiledRegion, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
-    graph = made.graph
-    if graph is None:
-        return []
-    positions: dict[fx.Node, int] = {}
-    kept: set[fx.Node] = set()
-    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        if desc.target in trained:
-            kept.add(node)
-        elif desc.kind == "input" and isinstance(desc.target, int):
-            positions[node] = desc.target
-        elif desc.kind == "buffer":  # which may require a gradient that the caller holds
-            positions[node] = made.region.names.index(desc.target)
-        elif desc.target not in made.region.names:  # something of torch's own
-            kept.add(node)
-    found = []
-    for made_by, result in zip(graph.outputs, graph.results, strict=True):
-        if made_by.kind == "output" and isinstance(made_by.target, int) and isinstance(result, fx.Node):
-            read = ancestors([result])
-            if not read & kept:
-                found.append((made_by.target, tuple(positions[node] for node in read if node in positions)))
-    return found
-
-
 class _Regions:
     """What Dynamo runs in the place of a graph.
 
@@ -271,15 +254,15 @@ class _Regions:
         self._asks = bool(without_backward(module))
         self._cuts = backend.plan.train is not None
         kind = first.region.needless, self._asks and backend.host().begun
-        self._known: dict[Hashable, _Made] = {(tuple(id(values[i]) for i in self._held), kind): first}
+        self._known: dict[Hashable, tuple[_Made, Any]] = {}
+        self._remember(values, kind, first)
         self._by_names: dict[Hashable, _Made] = {(first.region.region.names, kind): first}
 
     def __call__(self, *args: Any) -> Any:
         host = self.backend.host()
         kind = self.backend.needless(args) if self._cuts else (), self._asks and host.begun
-        made = self._known.get((tuple([id(args[i]) for i in self._held]), kind))
-        if made is None:
-            made = self._other(args, kind)
+        known = self._known.get((tuple([id(args[i]) for i in self._held]), kind))
+        made = self._other(args, kind) if known is None else known[0]
         host.ran(made.region)
         if self._numbers:
             made.region.sizes = tuple([args[i] for i in self._numbers])
@@ -321,8 +304,14 @@ class _Regions:
             module = graph_module(self.module, copied(self.module.graph))
             made = self._by_names[key] = self.backend._made(module, args, region, args)
         if key == (region.names, kind):
-            self._known[tuple([id(args[i]) for i in self._held]), kind] = made
+            self._remember(args, kind, made)
         return made
+
+    def _remember(self, args: Sequence[Any], kind: Hashable, made: _Made) -> None:
+        """Note the region for these parameters, until one of them is gone: another may then come to lie at its address."""
+        held, known = [args[i] for i in self._held], self._known
+        watched = [weakref.ref(parameter, lambda _: known.clear()) for parameter in held]
+        known[tuple(map(id, held)), kind] = made, watched
 
 
 def _without_hooks(untrained: Sequence[int], args: tuple[Any, ...]) -> Sequence[Any]:

@@ -1,19 +1,28 @@
-"""What a run of a model begins with, to be put back: random numbers of the CPU, buffers, and attributes."""
+"""What a run of a model begins with, to be put back: random numbers, buffers, and attributes."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.frontend.attributes import attributes_of, have_changed, put_back
+
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
+
+_PLAIN = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
+"""Types of attributes that forward may change in place."""
+
+LARGEST = 1000
+"""Entries of a container that is taken for something that forward keeps, and not for data."""
 
 
 class Before:
-    """What a step begins with, as far as it changes that: random numbers of the CPU, buffers, and attributes."""
+    """What a step begins with, as far as it changes that: random numbers, buffers, and attributes."""
 
     __slots__ = ("_versions", "attributes", "buffers", "draws")
 
@@ -24,7 +33,7 @@ class Before:
             draws: whether the step draws random numbers.
             model: whose buffers and attributes are remembered.
         """
-        self.draws = torch.get_rng_state() if draws else None
+        self.draws = _random_states() if draws else None
         self.buffers = [] if model is None else _copied(model)
         self._versions = [buffer._version for buffer, _ in self.buffers]
         self.attributes = [] if model is None else attributes_of(model)
@@ -44,10 +53,10 @@ class Before:
         buffers = _copied(model)
         versions = [b._version for b, _ in buffers]
         attributes = attributes_of(model)
-        now = torch.get_rng_state()
+        now = _random_states()
         try:
             if self.draws is not None:
-                torch.set_rng_state(self.draws)
+                _set_random_states(self.draws)
             put_back(self.attributes)
             with torch.no_grad():
                 for buffer, value in self.buffers:
@@ -55,7 +64,7 @@ class Before:
             with torch.enable_grad():
                 yield
         finally:
-            torch.set_rng_state(now)
+            _set_random_states(now)
             put_back(attributes)
             with torch.no_grad():
                 for (buffer, value), version in zip(buffers, versions, strict=True):
@@ -63,6 +72,61 @@ class Before:
                     compat.set_version(buffer, version)  # the first run's backward may still read it
 
 
+def _random_states() -> list[Tensor]:
+    """Of torch's generators: the CPU's, then those of GPUs where they are in use, and no CUDA graph is being recorded."""
+    known = torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if known else ())]
+
+
+def _set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for device, state in enumerate(states[1:]):
+        torch.cuda.set_rng_state(state, device)
+
+
 def _copied(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Buffers and their values, without those that were made in inference mode, which nothing can write outside of it."""
     return [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_inference()]
+
+
+def attributes_of(model: nn.Module) -> list[tuple[Container, Container]]:
+    """The attributes of all modules and the plain containers in them, each with a copy."""
+    waiting: list[Container] = [vars(module) for module in model.modules()]
+    found: dict[int, tuple[Container, Container]] = {}
+    while waiting:
+        held = waiting.pop()
+        if id(held) in found:
+            continue
+        found[id(held)] = held, held.copy()
+        values = held.values() if isinstance(held, dict) else held
+        if len(held) <= LARGEST:
+            waiting += [value for value in values if type(value) in _PLAIN and len(value) <= LARGEST]
+    return list(found.values())
+
+
+def put_back(attributes: Sequence[tuple[Container, Container]]) -> None:
+    """Have containers hold again what they held."""
+    for held, values in attributes:
+        held.clear()
+        if isinstance(held, (list, deque)):
+            held.extend(values)
+        else:
+            held.update(values)
+
+
+def have_changed(attributes: Sequence[tuple[Container, Container]]) -> bool:
+    """Whether a container holds something else than it held."""
+    return any(not _alike(held, values) for held, values in attributes)
+
+
+def _alike(held: Container, values: Container) -> bool:
+    """Whether they hold the same objects, or equal numbers and texts, in the same places."""
+    if isinstance(held, set):
+        return held == values
+    if isinstance(held, dict) and isinstance(values, dict):
+        return list(held) == list(values) and _alike(list(held.values()), list(values.values()))
+    return len(held) == len(values) and all(a is b or _equal(a, b) for a, b in zip(held, values, strict=True))
+
+
+def _equal(a: object, b: object) -> bool:
+    return type(a) is type(b) and isinstance(a, (int, float, str)) and a == b

@@ -12,7 +12,7 @@ from torch import SymInt, Tensor, fx, nn
 from graphopt.compat import expression, versions_of
 from graphopt.frontend.region import Region
 from graphopt.frontend.values import Values
-from graphopt.graph import TrainingGraph
+from graphopt.graph import TrainingGraph, ancestors
 from graphopt.passes import PassReport
 from graphopt.planner.plan import Plan
 
@@ -85,6 +85,30 @@ class CompiledRegion:
         numbers = [n.meta.get("val") for n in self.graph.placeholders]
         symbols = [next(iter(s.free_symbols)) for v in numbers if isinstance(v, SymInt) and (s := expression(v)).is_Symbol]
         return replace(self.graph, sizes={**self.graph.sizes, **dict(zip(symbols, self.sizes, strict=False))})
+
+    def sources(self, trained: Collection[str]) -> list[tuple[int, tuple[int, ...]]]:
+        """By output that reads no parameter that is trained, the inputs that it reads."""
+        graph, names = self.graph, self.region.names
+        if graph is None:
+            return []
+        positions: dict[fx.Node, int] = {}
+        kept: set[fx.Node] = set()
+        for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
+            if desc.target in trained:
+                kept.add(node)
+            elif desc.kind == "input" and isinstance(desc.target, int):
+                positions[node] = desc.target
+            elif desc.kind == "buffer":  # which may require a gradient that the caller holds
+                positions[node] = names.index(desc.target)
+            elif desc.target not in names:  # something of torch's own
+                kept.add(node)
+        found = []
+        for made_by, result in zip(graph.outputs, graph.results, strict=True):
+            if made_by.kind == "output" and isinstance(made_by.target, int) and isinstance(result, fx.Node):
+                read = ancestors([result])
+                if not read & kept:
+                    found.append((made_by.target, tuple(positions[node] for node in read if node in positions)))
+        return found
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,7 @@ from torch import nn
 from graphopt import compat
 from graphopt.calls import BatchDim
 from graphopt.capture import capture
-from graphopt.distributed.tensor_parallel import require_plannable
+from graphopt.distributed.divided import require_plannable
 from graphopt.errors import (
     BatchError,
     BudgetError,
@@ -24,7 +24,7 @@ from graphopt.errors import (
     first_line,
     forget_frames,
 )
-from graphopt.frontend.eager_parts import left_to_eager_mode
+from graphopt.frontend.accepted import require_not_optimised
 from graphopt.frontend.recording import Recording, record, trains
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass
@@ -72,17 +72,30 @@ def planning_graph(
                 raise second from error
             raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
         forget_frames(error)
-    untraced = left_to_eager_mode(model, recording.graph)
+    untraced = _left_to_eager_mode(model, recording.graph)
     return recording.graph, replace(recording, unplanned=(*recording.unplanned, *filter(None, [untraced])))
 
 
 def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:
     """The joint graph of a model that is not held by it."""
+    require_not_optimised(model, "analysed")
 
     def trace() -> TrainingGraph:
         return as_differentiated(capture(model, args, kwargs, batch_dim))
 
     return planning_graph(model, trace, args, kwargs, batch_dim)[0]
+
+
+def _left_to_eager_mode(model: nn.Module, graph: TrainingGraph) -> str:
+    """What to tell of parameters in no part that torch.compile traces; "" if there are none."""
+    known = {p.name for p in graph.parameters}
+    others = [name for name, p in model.named_parameters() if p.requires_grad and name not in known]
+    if not others:
+        return ""
+    return (
+        f"torch.compile traces no use of {len(others)} parameters for the example batch (the first is {others[0]}). Those that "
+        "are used all the same, in eager mode or on a branch that other batches take, are trained, and not planned or counted"
+    )
 
 
 def _is_hopeless(model: nn.Module) -> bool:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphopt.analysis.flop_formulas import node_flops
-from graphopt.calls import BatchDim, flatten_call
+from graphopt.calls import BatchDim, copy_tensors, flatten_call
 from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
 from graphopt.compat.aot import forward_graph, joint_graph
 from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically, with_own_code
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.errors import CaptureError, NothingToPlan, first_line
-from graphopt.frontend.batch import batch_size
+from graphopt.frontend.batch import batch_of
 from graphopt.frontend.before import Before
 from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
 from graphopt.frontend.region import region_of, tensor_names, training_graph
@@ -58,7 +58,7 @@ def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], b
 
 
 def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, reason: str) -> Recording:
-    inputs, samples = flatten_call(args, kwargs), batch_size(args, kwargs, batch_dim)
+    inputs, _, samples = batch_of(args, kwargs, batch_dim)
     regions: list[RecordedRegion] = []
     twin: list[nn.Module] = []
     unplanned: list[str] = []
@@ -86,10 +86,10 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
         return run
 
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
+    args, kwargs = copy_tensors((args, kwargs))
     with (
         _without_side_effects(model) as running,
-        unchanged_draws(inputs.tensors),
+        unchanged_draws(inputs),
         no_generation_cache(running),
         Settings(running),
         statically(),
@@ -146,7 +146,7 @@ def trains(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         CaptureError: it does not run on them.
     """
     inputs = flatten_call(args, kwargs).tensors
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs))
+    args, kwargs = copy_tensors((args, kwargs))
     try:
         with unchanged_draws(inputs), _without_side_effects(model) as running, torch.enable_grad():
             output = running(*args, **kwargs)

@@ -7,7 +7,7 @@ parameter of the model if it is that very object.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ import sympy
 import torch
 from torch import SymInt, Tensor, fx, nn
 
-from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, output_list
+from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, functions_behind, output_list
 from graphopt.compat.aot import ABSENT
 from graphopt.compat.distributed import local_part
 from graphopt.compat.dynamo import source_of, traced_size
-from graphopt.compat.fsdp import held_parameters
+from graphopt.compat.fsdp import held_parameters, passes_gradients_on
 from graphopt.graph import Parameter, TrainingGraph
 from graphopt.transforms.canonicalize import normalise
 
@@ -64,6 +64,29 @@ def tensor_names(model: nn.Module) -> dict[int, tuple[str, ...]]:
 def frozen_names(model: nn.Module) -> frozenset[str]:
     """Names of the parameters that require no gradient."""
     return frozenset(name for name, p in model.named_parameters() if not p.requires_grad)
+
+
+def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
+    """Whether a gradient of a region's input goes on to a leaf that is wanted.
+
+    Where that cannot be seen, because a Python function is on the way, it does, and so where the tensor itself has a hook.
+
+    Args:
+        wanted: of a leaf, whether its gradient is.
+    """
+    if not tensor.requires_grad:
+        return False
+    if tensor.retains_grad or tensor._backward_hooks:
+        return True
+    if tensor.grad_fn is None:
+        return wanted(tensor)
+    for node in functions_behind([tensor]):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not passes_gradients_on(node):
+            return True  # compiled parts, which are cut themselves, among them
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and wanted(leaf):
+            return True
+    return False
 
 
 def region_of(placeholders: Sequence[fx.Node], values: Sequence[Any], names: Mapping[int, Sequence[str]]) -> Region:

@@ -81,8 +81,9 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
         weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
     changes = rewrite if plan.passes else None
-    depends_on_data = plan.samples or any(technique(p).measures_machine for p in plan.passes)
-    return Hooks(changes, see, halves, failed, _key(plan, found, host), depends_on_data, (unasked,))
+    # Of a pass of the user's own no key can tell: it may take its code from any file.
+    untold = any(technique(p).measures_machine or not type(p).__module__.startswith("graphopt.") for p in plan.passes)
+    return Hooks(changes, see, halves, failed, _key(plan, found, host), plan.samples or untold, (unasked,))
 
 
 def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:

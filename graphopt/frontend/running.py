@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, flatten_call
-from graphopt.capture import TRACING, caching_configs
+from graphopt.capture import TRACING, caching_configs, without_cache
 from graphopt.compat import draws, pytree
 from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere, with_own_code
 from graphopt.errors import ALL_FROZEN, GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
-from graphopt.frontend.batch import batch_dims, batch_size, symbolic_batch
+from graphopt.frontend.batch import batch_of, batch_size, symbolic_batch
 from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import CompiledRegion, Ran, Surroundings
-from graphopt.frontend.eager_parts import UNCOMPILED, no_longer_traced
 from graphopt.frontend.loss_only import loss_alone, not_kept
 from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import frozen_names, tensor_names
@@ -44,6 +43,11 @@ differentiated."""
 
 PLANS = 16
 """Plans whose compiled graphs are kept."""
+
+_UNCOMPILED = (
+    "a step ran uncompiled: torch.compile compiles nothing here, or has compiled this model too often for what changes from step "
+    "to step. TORCH_LOGS=recompiles says what"
+)
 
 
 class Running:
@@ -90,8 +94,9 @@ class Running:
         self._planned = frozenset(planned)
         self._frozen = frozen_names(model)
         self._compiled: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(PLANS)
-        self._checked: set[Hashable] = set()
         self._steps: BoundedCache[Hashable, RegionStep] = BoundedCache(PLANS)
+        self._last: RegionStep | None = None
+        self._watched: Sequence[weakref.ref[nn.Parameter]] = ()
         self._ran: list[CompiledRegion] = []
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._configs = caching_configs(model)
@@ -105,7 +110,6 @@ class Running:
         self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
         self._settings = Settings(model)
-        self._last: tuple[Plan | None, list[CompiledRegion]] = (None, [])
         self.settled = False
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
@@ -133,10 +137,9 @@ class Running:
             before.keep_changed()
         if positions is None:
             raise LossNotFirst(NO_LOSS)
-        if plan is not self._last[0] or self._ran != self._last[1] or not self._ran:
-            self._last = (plan, self._ran)
-            self._check_all_planned(plan)
-            self.step = self._as_step(plan)
+        last, self._last = self._last, self._as_step(plan)
+        if self._last is not last or last is None:
+            self.step = self._last if self._last is not None and self._last.graphs else None
             self._draws = bool(self._draws) or self.step is None or self.step.draws  # for good: kinds may take turns
             self._watches = self._watches or self._returned is not None
         elif not self.settled:  # one graph, and nothing was compiled: Dynamo need not be prepared for it
@@ -190,7 +193,7 @@ class Running:
         if plan is not last or differentiated is not differentiated_last:
             run = self._compiled_for(plan, differentiated)
             self._run_last = (plan, differentiated, run)
-        self._ran, self._returned, self._call = [], None, (args, kwargs)
+        self._ran, self._returned, self._breaks, self._call = [], None, graph_breaks(), (args, kwargs)
         found: tuple[Any, Any]
         try:
             if self.settled and not compat.is_observed():
@@ -239,20 +242,16 @@ class Running:
     @contextlib.contextmanager
     def _prepared(self) -> Iterator[None]:
         """Generative models are not to return a cache; what watches operators sees those of compiled graphs alone."""
-        cached = [config for config in self._configs if config.use_cache]
-        for config in cached:
-            config.use_cache = False
-        try:
+        with without_cache(self._configs):
             if not compat.is_observed():
                 yield
                 return
             with compat.unobserved() as modes:
                 self.modes = tuple(modes)
-                yield
-        finally:
-            self.modes = ()
-            for config in cached:
-                config.use_cache = True
+                try:
+                    yield
+                finally:
+                    self.modes = ()
 
     def _under(self, plan: Plan, differentiated: frozenset[int] | None) -> Callable[..., Any]:
         model, alone = self.model, self._loss_alone
@@ -269,31 +268,33 @@ class Running:
 
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
-        key = (plan.key, tuple(map(id, self._ran)))
-        if key in self._checked and self._ran:  # else other tensors may be in the parameters' place than before
-            return
-        self._checked.add(key)
         self._broken = self._broken or graph_breaks() != self._breaks
         if not self._ran:
-            self.note(UNCOMPILED)
+            self.note(_UNCOMPILED)
         seen = {p.name for region in self._ran for p in region.region.parameters}
         missing = self._planned.intersection(n for n, p in self.model.named_parameters() if p.requires_grad) - seen
         if plan.train is not None and (self._broken or not missing <= plan.train):
+            self._watched = [weakref.ref(p) for p in self.model.parameters()]
             self.drop_unselected()
             if self._broken and missing and self._differentiated is not None:  # it was one graph
-                self.note(no_longer_traced(missing))
+                self.note(
+                    f"torch.compile breaks the graph of a step, and traces no use of {len(missing)} parameters there (the first "
+                    f"is {min(missing)}). Those that are used in eager mode, as where modules have backward hooks, take all "
+                    "FLOPs of their gradients, whatever the budget. TORCH_LOGS=graph_breaks says where"
+                )
 
     def _as_step(self, plan: Plan) -> RegionStep | None:
-        """The step that has just run, the same object for the same regions."""
+        """What has just run, the same object for the same regions, of which each is of one plan; None if nothing was compiled."""
         ran = tuple(self._ran)
-        if not any(region.graph is not None for region in ran):
-            return None
-        key = (*map(id, ran), self._broken)
-        step = self._steps.get(key)
+        step = self._steps.get(ran) if ran else None
         if step is None:
-            step = self._steps.put(key, RegionStep(plan, ran, deque(maxlen=32), self._broken))
-            if self._frozen.issuperset(frozen_names(self.model)):  # else full training takes less, and the step no more
-                step.tell_of_flops(self.note)
+            self._check_all_planned(plan)
+            if ran:
+                step = self._steps.put(ran, RegionStep(plan, ran, deque(maxlen=32), self._broken))
+                if self._frozen.issuperset(frozen_names(self.model)):  # else full training takes less, and the step no more
+                    step.tell_of_flops(self.note)
+        elif self._watched and [id(known()) for known in self._watched] != list(map(id, self.model.parameters())):
+            self._check_all_planned(plan)  # others are in the place of what loses its gradients
         return step
 
     # What a backend asks for; see `Host`.
@@ -312,7 +313,8 @@ class Running:
 
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Which dimension of each value is the batch; None for what is none of the call's tensors."""
-        found = batch_dims(*self._call, self.batch_dim)
+        tensors, dims, _ = batch_of(*self._call, self.batch_dim)
+        found = dict(zip(map(id, tensors), dims, strict=True))
         return [found.get(id(value)) for value in values]
 
     def check(self, plan: Plan) -> None:

@@ -29,7 +29,7 @@ class RegionStep:
     Attributes:
         plan: that they were compiled under.
         regions: in the order in which they ran.
-        seconds: see `Lowered.seconds`.
+        seconds: of forward and backward, in some of its runs; see `note_seconds`.
         broken: parts of the model run in eager mode, or in other graphs.
     """
 

@@ -81,6 +81,10 @@ class Values:
                 node.replace_all_uses_with(self._fetched(graph, desc, node, tangents, later))
             graph.graph.erase_node(node)
         graph.inputs = tuple(desc for desc in graph.inputs if desc not in added)
+        self.connect_results(graph, num_outputs)
+
+    def connect_results(self, graph: TrainingGraph, num_outputs: int) -> None:
+        """`connect` for what a graph returns: what it takes stay inputs."""
         outputs: list[OutputDesc] = []
         results: list[fx.Node | None] = []
         for position, (made, result) in enumerate(zip(graph.outputs, graph.results, strict=True)):
@@ -126,6 +130,6 @@ class Values:
         node.meta = {"val": fake_like(value.meta["val"], (), torch.float32)}
 
     def _named(self, desc: InputDesc | OutputDesc) -> str:
-        name = f"{desc.kind}: {desc.target}"
+        name = f"{desc.kind}: {desc.target}" + (f" of {desc.owner}" if desc.owner else "")
         self._known[name] = desc
         return name

@@ -13,8 +13,9 @@ from torch import nn
 from graphopt.api import optimize
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
+from graphopt.compat.fsdp import is_sharded
 from graphopt.errors import InputError, LossNotFirst
-from graphopt.integrations.diverted import Diverted
+from graphopt.integrations.diverted import Diverted, DivertedCall
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend, check_backend
@@ -109,15 +110,23 @@ def begin(
     Args:
         optimizer: rates tensors; of compressed gradients, which are stepped otherwise, it does not.
         every, done, by_batches: see `TrainingSteps`.
-        made: called with the optimised model, once there is one, before its first step.
+        made: called with the optimised model, once there is one, before its first step; it checks the wrapping, under the plan
+            that is in force then.
     """
 
     def make(steps: TrainingSteps, batch: Any) -> OptimizedModule:  # which holds no steps, and would keep them alive
+        if is_sharded(diverted.model) and not isinstance(diverted, DivertedCall):
+            raise InputError(
+                "the weights are divided by fully_shard, and a diverted forward cannot gather them. Call opt = "
+                "graphopt.optimize(model, batch, budget) after fully_shard, and train opt."
+            )
         opt = asked.optimised(diverted.model, batch, None if asked.compresses else optimizer)
         opt.controllers.add(steps.savings)
         made(opt, steps)
         return opt
 
+    if isinstance(diverted.run, TrainingSteps):
+        diverted.run.stop()
     steps = TrainingSteps(diverted, make, optimizer, every, done, by_batches)
     diverted.run = steps
     return steps

@@ -38,7 +38,7 @@ class _Bucketed:
     """See `bucketed`; an object, so that workers of a data loader can be sent it."""
 
     def __init__(self, collator: Any, lengths: tuple[int, ...]) -> None:
-        self.collator = collator
+        self.collator = copy.copy(collator)
         self.lengths = lengths
 
     @property
@@ -48,9 +48,8 @@ class _Bucketed:
 
     def __call__(self, features: Sequence[Any]) -> Any:
         """The batch of `features`, padded."""
-        collator = copy.copy(self.collator)
-        collator.pad_to_multiple_of = self._length(max(map(_tokens, features)))
-        return collator(features)
+        self.collator.pad_to_multiple_of = self._length(max(map(_tokens, features)))
+        return self.collator(features)
 
     def _length(self, longest: int) -> int:
         most = getattr(self.tokenizer, "model_max_length", None) or longest

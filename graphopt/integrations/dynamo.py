@@ -18,7 +18,7 @@ from graphopt.compat.aot import joint_graph
 from graphopt.compat.dynamo import differentiates, example_of, is_part
 from graphopt.compat.graph_modules import copied, graph_module
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import BudgetError, GraphoptError, PassError
+from graphopt.errors import BudgetError, InputError, PassError
 from graphopt.frontend.backend import PlanBackend
 from graphopt.frontend.compiled_region import Host
 from graphopt.frontend.region import Region, region_of, training_graph
@@ -48,12 +48,12 @@ def graphopt_backend(
     Args:
         options: `budget`, `passes` and `backend`, as for `graphopt.optimize`.
     Raises:
-        GraphoptError: an unknown option, or whatever `graphopt.optimize` raises for these.
+        InputError: an unknown option; and whatever `graphopt.optimize` raises for these.
     """
     settings = {"budget": None, "passes": "auto", "backend": "inductor", **(options or {})}
     unknown = sorted(set(settings) - {"budget", "passes", "backend"})
     if unknown:
-        raise GraphoptError(f"unknown option {', '.join(unknown)}: use budget, passes and backend.")
+        raise InputError(f"unknown option {', '.join(unknown)}: use budget, passes and backend.")
     budget = Budget.of(settings["budget"])
     if switched_off():
         return module

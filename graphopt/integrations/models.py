@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +120,6 @@ def _model_class(transformers: Any, config: Any) -> Any:
         if type(config) in mapping:
             return mapping[type(config)]
     raise InputError(f"transformers has no model class for a {config.model_type!r} config.")
-
-
-@contextlib.contextmanager
-def as_if_eager() -> Iterator[None]:
-    """transformers takes other paths when it meets fake tensors (masks that it would skip); here it is not to notice them."""
-    library = sys.modules.get("transformers.utils.import_utils")
-    if library is None or not hasattr(library, "is_fake_tensor"):
-        yield
-        return
-    original = library.is_fake_tensor
-    library.is_fake_tensor = lambda value: False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        library.is_fake_tensor = original  # type: ignore[attr-defined]
 
 
 def quiet_transformers() -> None:

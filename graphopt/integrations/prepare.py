@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.analysis.optimizers import unwrapped
 from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.errors import InputError
 from graphopt.integrations.asked import Asked, batches_of, begin, own_optimizer
 from graphopt.integrations.diverted import Diverted
-from graphopt.integrations.substituted import Substituted
+from graphopt.integrations.substituted import SUBSTITUTED, Substituted
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
@@ -50,8 +51,7 @@ class Prepared:
             every, by_batches = batches_of(loader), True
         self._by_epoch = by_batches
         self._steps = begin(asked, self._diverted, optimizer, every, self._made, by_batches=by_batches)
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate wraps it
-        self._hook = inner.register_step_post_hook(self._after_step)
+        self._steps.hook = unwrapped(self.optimizer).register_step_post_hook(self._after_step)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
@@ -101,11 +101,9 @@ class Prepared:
 
     def detach(self) -> None:
         """Give the model its own forward back; it trains everything again, and the optimizer no longer tells of its steps."""
-        self._hook.remove()
         if self._diverted.run is self._steps:
             self._diverted.remove()
-        if self.opt is not None:
-            self.opt.rest()
+        self._steps.stop()
 
     def _known(self) -> OptimizedModule:
         if self.opt is None:
@@ -118,21 +116,22 @@ class Prepared:
         for due in (steps.merges_due, steps.due):
             if due is not None:
                 opt.controllers.add(due)
+
+        def load() -> None:
+            if self._from is not None:
+                opt.load_state(self._from)
+            opt.check_wrapping()
+
+        if isinstance(self.optimizer, Substituted) and own_optimizer(opt):
+            self.optimizer.substitute(opt, load)
+        else:
+            load()
         if isinstance(self.optimizer, Substituted):
-            if own_optimizer(opt):
-                self.optimizer.substitute(opt)
-            else:
-                self.optimizer.settle()
+            self.optimizer.settle()
             steps.optimizer = self.optimizer.inner
-        if self._from is not None:
-            opt.load_state(self._from)
 
     def _after_step(self, *_: Any) -> None:
-        if self._diverted.run is not self._steps:  # the model was prepared anew, and torch forbids to remove the hook here
-            return
         self._steps.after_step()
-        for state in () if self.opt is None else self.opt.states.values():
-            state.clear_gradients()  # model.zero_grad() in the user's loop does not reach these
 
 
 def prepare(
@@ -179,11 +178,13 @@ def prepare(
         raise InputError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
     if isinstance(model, OptimizedModule):
         raise InputError("the model was optimised already: pass the model itself, and prepare() optimises it.")
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = unwrapped(optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise InputError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}.")
     if loader is not None and not isinstance(loader, Iterable):
         raise InputError(f"loader must be what the loop iterates over, not {type(loader).__name__}.")
+    if inner in SUBSTITUTED:
+        raise InputError("the optimizer steps the gradients that an earlier prepare() compresses: make a new one.")
     own = {id(p) for p in model.parameters()}
     if not any(id(p) in own for group in inner.param_groups for p in group["params"]):
         raise InputError("the optimizer holds none of the model's parameters: pass the one that trains it.")

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from graphopt.compat.optimizer_hooks import load_with_hooks, state_with_hooks
 from graphopt.errors import InputError
+from graphopt.passes.state import State
+from graphopt.runtime.load_optimizer import put_back
 from graphopt.runtime.module import OptimizedModule
 
 logger = logging.getLogger("graphopt")
+
+
+SUBSTITUTED: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers whose groups hold compressed gradients' variables, in the place of weights."""
 
 
 class Substituted(torch.optim.Optimizer):
     """Passes on to `inner`, which a learning-rate scheduler or a GradScaler that holds this object never sees change.
 
     Attributes:
-        inner: the user's optimizer, or from `substitute` on the one of `opt.make_optimizer`.
+        inner: the user's optimizer, or from `substitute` on the one of `opt.make_optimizer`, which has that in it.
     """
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
@@ -28,34 +36,47 @@ class Substituted(torch.optim.Optimizer):
         self._to_load: dict[str, Any] | None = None
         self._before_load: list[dict[str, Any]] = []
         self._settled = False
+        self._states: tuple[State, ...] = ()
         super().__init__([{"params": list(group["params"])} for group in inner.param_groups], dict(inner.defaults))
         self._follow()
 
     def _follow(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
-    def substitute(self, opt: OptimizedModule) -> None:
+    def substitute(self, opt: OptimizedModule, load: Callable[[], None]) -> None:
         """Have the gradients that `opt` compresses stepped, too, with the options that every group has now.
 
+        Args:
+            load: called then; where it fails, all is as before.
         Raises:
             InputError: see `OptimizedModule.make_optimizer`.
         """
-        kind, before = type(self.inner), self.inner
-        known = inspect.signature(kind).parameters
-        groups = [{**group, "params": list(group["params"])} for group in before.param_groups]
-        if before.state:
-            logger.warning("gradients are compressed from now on: the states of %s start anew.", kind.__name__)
-        self.inner = opt.make_optimizer(kind, groups, **{k: v for k, v in before.defaults.items() if k in known})
+        users, to_load = self.inner, self._to_load
+        groups = [{**group, "params": list(group["params"])} for group in users.param_groups]
+        if users.state:
+            logger.warning("gradients are compressed from now on: the states of %s start anew.", type(users).__name__)
+
+        def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            """The user's own, which a scheduler may hold already: it steps what is not compressed."""
+            users.param_groups, users.state = groups, defaultdict(dict)
+            return users
+
+        try:
+            with put_back(self):
+                self.inner = opt.make_optimizer(make, groups)
+                self.settle()
+                load()
+        except BaseException:  # the next batch tries again, from the user's optimizer
+            if self._settled:  # it is not the optimizer's state that was refused
+                self._to_load, self._settled = to_load, False
+            self.inner = users
+            raise
+        SUBSTITUTED.update({self, users})
+        self._states = tuple(opt.states.values())
         logger.warning(
             "gradients are compressed, and model.parameters() does not hold them: where your loop clips, have it clip the "
             "parameters in optimizer.param_groups."
         )
-        try:
-            self.settle()
-        except BaseException:  # the next batch tries again, from the user's optimizer
-            self.inner = before
-            self._follow()
-            raise
 
     def settle(self) -> None:
         """The optimizer stays what it is now; a state that was to be loaded is loaded, but for options that changed since.
@@ -80,7 +101,10 @@ class Substituted(torch.optim.Optimizer):
         """As of torch optimizers."""
         if not self._settled:  # the first batch could not be optimised
             self.settle()
-        return self.inner.step() if closure is None else self.inner.step(closure)
+        result = self.inner.step() if closure is None else self.inner.step(closure)
+        for state in self._states:
+            state.clear_gradients()  # model.zero_grad() in the user's loop does not reach these
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of torch optimizers."""
@@ -100,14 +124,17 @@ class Substituted(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of torch optimizers; of compressed gradients, see `SubspaceOptimizer`."""
-        return self.inner.state_dict() if self._to_load is None else self._to_load
+        return state_with_hooks(self, lambda: self.inner.state_dict() if self._to_load is None else dict(self._to_load))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of torch optimizers; before the first batch it waits for that, which tells whose state it is.
+        """As of torch optimizers; before the first batch it waits for that, which tells whose state it is. Hooks do not wait.
 
         Raises:
             InputError: before the first batch, the state is of another number of groups; nothing is changed then.
         """
+        load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if not self._settled:
             saved, own = len(state_dict["param_groups"]), len(self.param_groups)
             if saved != own:

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from transformers.trainer_callback import CallbackHandler
 
+from graphopt.analysis.optimizers import unwrapped
 from graphopt.budget import Budget, Limits
 from graphopt.calls import BatchDim
 from graphopt.compat.fsdp import is_sharded
@@ -51,9 +52,9 @@ class TrainerCallback(transformers.TrainerCallback):
     The first training batch makes the plan. Tensors are selected anew every epoch and sampling ratios adapt; evaluation runs
     the model as it is; where the Trainer reads nothing but the loss in training, other outputs are not kept then (see `outputs`
     of `optimize`); figures go to the Trainer's log as `graphopt/...`; the plan is in every checkpoint and resumed from
-    it. What cannot be captured or compiled is computed as without graphopt, with a warning. An optimizer step whose loss and
-    gradients are NaN or infinite is not taken. Where the Trainer computes the loss outside the model (label smoothing,
-    `compute_loss_func`), tensors are rated by the sensitivity of the outputs.
+    it. What cannot be captured or compiled is computed by the model itself, with a warning; what is trained stays what is
+    selected. An optimizer step whose loss and gradients are NaN or infinite is not taken. Where the Trainer computes the loss
+    outside the model (label smoothing, `compute_loss_func`), tensors are rated by the sensitivity of the outputs.
 
     After training the model's `forward` is its own again; if training ends by an exception, at the next `train()` or `detach()`.
 
@@ -99,8 +100,8 @@ class TrainerCallback(transformers.TrainerCallback):
         """Give the model its own `forward` back; it trains everything again."""
         if self._diverted is not None:
             self._diverted.remove()
-        if self.opt is not None:
-            self.opt.rest()
+        if self._steps is not None:
+            self._steps.stop()
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Divert the model's forward before accelerate wraps it; until training begins it is still the model's own."""
@@ -114,7 +115,7 @@ class TrainerCallback(transformers.TrainerCallback):
         _ahead_of_reports(self)
         _refuse_apart(args, self.asked.mesh)
         diverted = self._divert(kwargs["model"])
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
+        optimizer = unwrapped(kwargs["optimizer"])
         asked = self.asked
         if asked.given is not None and is_sharded(diverted.model):
             raise InputError(
@@ -136,9 +137,11 @@ class TrainerCallback(transformers.TrainerCallback):
                 raise PassError(_COMPRESSES)
             if resumed is not None:
                 _resume(opt, resumed, steps)
+            opt.check_wrapping()
 
         asked = replace(asked, loss_alone=_reads_loss_alone(diverted.model))
         self._steps = begin(asked, diverted, optimizer, every, made, done=state.global_step)
+        self._steps.watches_losses = True
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave out a step whose loss and gradients are not finite: it would make every weight NaN."""
@@ -194,7 +197,7 @@ class TrainerCallback(transformers.TrainerCallback):
 
 def _reads_loss_alone(model: nn.Module) -> bool:
     """Whether the Trainer reads nothing of what the model returns in training but its loss."""
-    trainer = next((names["self"] for names in _callers() if isinstance(names.get("self"), transformers.Trainer)), None)
+    trainer = _trainer()
     if trainer is None or model._forward_hooks or "compute_loss" in vars(trainer) or "training_step" in vars(trainer):
         return False
     own = any(getattr(type(trainer), n) is not getattr(transformers.Trainer, n) for n in ("compute_loss", "training_step"))
@@ -213,8 +216,7 @@ def _resume(opt: OptimizedModule, path: Path, steps: TrainingSteps) -> None:
 
 def _checkpoint(args: Any, state: Any) -> Path:
     """The plan's file in the checkpoint that training resumes from; a callback does not learn what `train` was called with."""
-    trainers = (names for names in _callers() if isinstance(names.get("self"), transformers.Trainer))
-    given = [names.get("resume_from_checkpoint") for names in trainers]
+    given = [names.get("resume_from_checkpoint") for names in _callers(transformers.Trainer)]
     for named in (*given, args.resume_from_checkpoint):
         if isinstance(named, (str, os.PathLike)) and Path(named).is_dir():
             return Path(named) / STATE_FILE
@@ -223,7 +225,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 def _run_folder(args: Any) -> Path:
     """Where the Trainer puts checkpoints: every trial of a `hyperparameter_search` has a folder of its own."""
-    trainer = next((names["self"] for names in _callers() if isinstance(names.get("self"), transformers.Trainer)), None)
+    trainer = _trainer()
     if trainer is None or getattr(trainer, "hp_search_backend", None) is None:
         return Path(args.output_dir)
     return Path(trainer._get_output_dir(trial=trainer._trial))
@@ -249,7 +251,7 @@ def _refuse_unsupported(args: Any) -> None:
 
 
 def _refuse_apart(args: Any, mesh: DeviceMesh | None) -> None:
-    """Batches that cannot be optimised are trained as without graphopt: that needs the Trainer's own averaging."""
+    """Batches that cannot be optimised are computed by the model itself: that needs the Trainer's own averaging."""
     if mesh is not None and mesh.size() > 1 and args.parallel_mode != transformers.training_args.ParallelMode.DISTRIBUTED:
         raise InputError(
             f"mesh= has {mesh.size()} ranks, and the Trainer does not know of them. Start one process per device: torchrun "
@@ -262,19 +264,22 @@ def _ahead_of_reports(callback: TrainerCallback) -> None:
 
     A callback does not learn who calls it, so the handler is looked for among the callers.
     """
-    for names in _callers():
-        handler = names.get("self")
-        if isinstance(handler, CallbackHandler):
-            handler.callbacks.remove(callback)
-            handler.callbacks.insert(0, callback)
-            return
+    for names in _callers(CallbackHandler):
+        names["self"].callbacks.remove(callback)
+        names["self"].callbacks.insert(0, callback)
+        return
 
 
-def _callers() -> Iterator[dict[str, Any]]:
-    """The local names of the functions that called a callback, the innermost first."""
+def _trainer() -> transformers.Trainer | None:
+    return next((names["self"] for names in _callers(transformers.Trainer)), None)
+
+
+def _callers(kind: type) -> Iterator[dict[str, Any]]:
+    """The local names of the methods of a `kind` that called a callback, the innermost first."""
     frame = sys._getframe(1)
     for _ in range(12):
         if frame.f_back is None:
             return
         frame = frame.f_back
-        yield frame.f_locals
+        if isinstance(frame.f_locals.get("self"), kind):
+            yield frame.f_locals

@@ -1,7 +1,8 @@
 """Training steps inside somebody else's loop: optimised where that works, the model's own where not.
 
 An optimisation must never end a training run. Whatever fails to be captured, compiled or run is computed by the original
-forward, with one warning; errors in what the user asked for are raised at the first step, before anything is trained.
+forward, with one warning, and trains what is selected; an error of that is the model's own. Errors in what the user asked for
+are raised at the first step, before anything is trained.
 """
 
 from __future__ import annotations
@@ -10,19 +11,21 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from graphopt.calls import Call, as_call, kind_of
-from graphopt.compat import pytree
+from graphopt.compat import in_function_transform, pytree
 from graphopt.compat.distributed import local_part
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import BudgetError, ImportanceError, InputError, PassError, RankError
 from graphopt.integrations.diverted import Diverted
+from graphopt.loss import own_loss
 from graphopt.planner.rating import rule_of
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.module import OptimizedModule
@@ -35,37 +38,6 @@ MERGES_EVERY = 100
 """Optimizer steps between looks whether adapters in half precision have grown enough to be merged."""
 
 logger = logging.getLogger("graphopt")
-
-
-class Numbers:
-    """Python numbers among a call's arguments, as tensors once they vary.
-
-    A number is a constant of the captured graph, so that one that changes, like a count of tokens, would need a new capture
-    with every value.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._seen: dict[str, int | float] = {}
-        self._varying: set[str] = set()
-
-    def as_tensors(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """`kwargs` with 0-dimensional tensors in place of the numbers that were different before."""
-        result = dict(kwargs)
-        for name, value in kwargs.items():
-            if type(value) not in (int, float):
-                continue
-            if self._seen.setdefault(name, value) != value:
-                self._varying.add(name)
-            if name in self._varying:
-                result[name] = torch.tensor(value, dtype=self._exact if type(value) is float else None)
-        return result
-
-    @property
-    def _exact(self) -> torch.dtype:
-        """For a number that is no integer: it must not cost precision, nor make anything wider."""
-        floats = (p.dtype for p in self._model.parameters() if p.is_floating_point())
-        return torch.float64 if all(dtype == torch.float64 for dtype in floats) else torch.float32
 
 
 @dataclass
@@ -105,12 +77,21 @@ class Savings:
         return lambda: vars(self).update(vars(saved))
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """Why a step could not be optimised, in words: the error itself would hold the step's tensors."""
+
+    kind: Any
+    why: str
+
+
 class TrainingSteps:
     """Computes the training steps of a diverted model.
 
     Attributes:
         opt: the optimised model; None before the first step, or where it cannot be made.
         savings: see `Savings`.
+        hook: what tells of the optimizer's steps, where that is a hook of it.
     """
 
     def __init__(
@@ -133,23 +114,31 @@ class TrainingSteps:
         """
         self.opt: OptimizedModule | None = None
         self.savings = Savings()
+        self.hook: RemovableHandle | None = None
         self.optimizer = optimizer
         self.due = None if reselect_every is None else Every(reselect_every)
         self.merges_due = Every(MERGES_EVERY)
         self._diverted = diverted
         self._make = make
-        self._numbers = Numbers(diverted.model)
         self._batch: Any = None
         self._autocast: list[tuple[str, torch.dtype, bool]] = []
         self._failed: set[Any] = set()
         self._warned: set[str] = set()
-        self._losses: list[Tensor] = []
+        self.watches_losses = False  # whether anybody asks for `losses_finite`
+        self._finite: Tensor | None = None  # whether losses were, since that was asked or a step was taken
         self._by_batches = by_batches
         self._batches = 0
         self._gave_up = False
         for due in (self.due, self.merges_due):
             if due is not None:
                 due.steps = done
+
+    def stop(self) -> None:
+        """No more steps come: the optimizer tells of none, and everything is trained again."""
+        if self.hook is not None:
+            self.hook.remove()
+        if self.opt is not None:
+            self.opt.rest()
 
     @property
     def ranks(self) -> Ranks:
@@ -158,34 +147,40 @@ class TrainingSteps:
 
     def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute a step: the output of the model, with a backward."""
-        batch = _as_batch(original, args, self._numbers.as_tensors(kwargs))
-        output = self._optimised(batch)
-        self.savings.steps += 1
+        batch = _as_batch(original, args, kwargs)
         self._batches += 1
-        if output is None:
-            if self.opt is not None and self.opt.ranks.several:
-                self.opt.drop_unselected()  # as on the other ranks, with whose gradients these are averaged
+        found = self._optimised(batch)
+        if isinstance(found, tuple):
+            (output,) = found
+        else:
+            if self.opt is not None:
+                self.opt.drop_unselected()  # as in the steps, or on the ranks, with whose gradients these are added up
                 if self._batch is None:
-                    self._batch, self._autocast = batch, _autocast(batch)  # to adapt with them
+                    self._batch, self._autocast = batch, _autocast(batch)  # to adapt with other ranks
+            output = original(*args, **kwargs)  # an error here is the model's own
+            if found is not None:
+                self._fail(found)
             self.savings.last = 1.0
             self.savings.original += 1
-            output = (original(*args, **kwargs),)
             for state in {} if self.opt is None else self.opt.states.values():
-                state.after_forward(None, output[0])
+                state.after_forward(None, output)
+        self.savings.steps += 1
         self.savings.spent += self.savings.last
-        self._losses += [loss.detach()] if (loss := _own_loss(output[0])) is not None else []
-        return output[0]
+        if self.watches_losses and not in_function_transform() and (loss := own_loss(output)) is not None:
+            finite = torch.isfinite(local_part(loss.detach())).all()
+            self._finite = finite if self._finite is None else self._finite.to(finite.device) & finite
+        return output
 
-    def _optimised(self, batch: Any) -> tuple[Any] | None:
-        """The output of an optimised step; None where the original forward has to compute it."""
+    def _optimised(self, batch: Any) -> tuple[Any] | _Failure | None:
+        """The output of an optimised step; a failure, or None where none is tried: the original forward has to compute it."""
         opt = self.opt
-        kind = kind_of(batch) if opt is not None or not self.ranks.several else None  # a plan is tried by all ranks or by none
-        if self._gave_up or kind in self._failed:
+        if self._gave_up or (self._failed and self._kind(batch) in self._failed):
             return None
         if opt is None:
-            opt = self._first(batch, kind)
-        if opt is None:
-            return None
+            made = self._first(batch)
+            if isinstance(made, _Failure):
+                return made
+            opt = made
         args, kwargs = as_call(batch)
         stood_in = opt.model_runs
         try:
@@ -193,8 +188,7 @@ class TrainingSteps:
         except RankError:
             raise  # other ranks wait for this one
         except Exception as error:
-            self._fail(kind, error)
-            return None
+            return _Failure(self._kind(batch), str(error))
         self._batch, self._autocast = batch, _autocast(batch)
         reports = opt.last_step.reports if opt.last_step is not None else ()
         self.savings.original += opt.model_runs - stood_in
@@ -202,25 +196,26 @@ class TrainingSteps:
         self.savings.last = reports[-1].step_flops_after / before if before else 1.0
         return (output,)
 
-    def _first(self, batch: Any, kind: Any) -> OptimizedModule | None:
+    def _kind(self, batch: Any) -> Any:
+        return kind_of(batch) if self.opt is not None or not self.ranks.several else None  # a plan is tried by all or by none
+
+    def _first(self, batch: Any) -> OptimizedModule | _Failure:
         """Make the optimised model from the first batch; failures are tried again with other batches."""
         try:
             opt = self._make(self, batch)
-            opt.check_wrapping()
         except (BudgetError, InputError, PassError, RankError):
             raise  # what the user asked for, not the optimisation; or what other ranks do
         except Exception as error:
-            self._fail(None if isinstance(error, ImportanceError) else kind, error)
-            return None
+            return _Failure(None if isinstance(error, ImportanceError) else self._kind(batch), str(error))
         self.savings.overhead += float(_measured(opt))
         self.opt = opt
         return opt
 
-    def _fail(self, kind: Any, error: Exception) -> None:
-        self._failed.add(kind if kind is not None else len(self._failed))
+    def _fail(self, failure: _Failure) -> None:
+        self._failed.add(failure.kind if failure.kind is not None else len(self._failed))
         self._gave_up = len(self._failed) >= ATTEMPTS
         scope = "the rest of the training is" if self._gave_up else "such batches are"
-        self.warn(f"a training step could not be optimised, and {scope} computed as without graphopt: {error}", scope)
+        self.warn(f"a training step could not be optimised, and {scope} computed by the model itself: {failure.why}", scope)
 
     def warn(self, message: str, key: Any = None) -> None:
         """Warn, once for every `key` (by default, for every message)."""
@@ -230,8 +225,8 @@ class TrainingSteps:
 
     def losses_finite(self) -> bool:
         """Whether every loss since the last call was finite; of models that return none, always."""
-        losses, self._losses = self._losses, []
-        return all(bool(torch.isfinite(loss).all()) for loss in losses)
+        finite, self._finite = self._finite, None
+        return finite is None or bool(finite)
 
     def all_finite(self, gradients: Iterable[Tensor]) -> bool:
         """Whether losses, or else gradients, are finite on all ranks: a step is taken by all or by none.
@@ -252,7 +247,7 @@ class TrainingSteps:
             last: of the training, after which nothing is selected anew.
         """
         count, self._batches = self._batches if self._by_batches else 1, 0
-        self._losses.clear()
+        self._finite = None
         reselect = self.due is not None and self.due.after_step(count) and not last
         merges = self.merges_due.after_step()
         if self.opt is None or self._batch is None or (self._gave_up and not self.opt.ranks.several):
@@ -325,10 +320,3 @@ def _autocast(batch: Any) -> list[tuple[str, torch.dtype, bool]]:
 def _entries(gradient: Tensor) -> Tensor:
     local = local_part(gradient)
     return local.coalesce().values() if local.is_sparse else local
-
-
-def _own_loss(output: Any) -> Tensor | None:
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if found is None and isinstance(output, (tuple, list)) and output:
-        found = output[0]
-    return found if isinstance(found, Tensor) and found.numel() == 1 else None

@@ -90,7 +90,7 @@ def deliver(value: Tensor, receiver: int, what: str) -> Tensor:
         Nothing of use, () float32.
     """
     _called(receiver)(what, value.detach().clone())
-    return torch.zeros((), device=value.device)
+    return torch.zeros((), dtype=torch.float32, device=value.device)
 
 
 library.define("gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)")

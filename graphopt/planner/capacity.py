@@ -32,7 +32,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -50,36 +49,19 @@ FEW_ROWS = 0.25
 DEEPER = 0.001
 """By which part a tensor at the input counts more than one at the output where the loss is steep there: enough between equals."""
 
-
-@dataclass(frozen=True)
-class Weighting:
-    """The numbers in the rating, chosen by short runs on tasks of `graphopt bench selection`.
-
-    Attributes:
-        vector: value of a bias or of a norm's weight; the matrix of median size has 1.
-        vector_of_steep: the same where the loss is steep at the input.
-        size: power of a matrix's size, relative to the median's, in its value where the loss reads every row or is steep.
-        output: how many times its value the output layer has.
-        flat: part of the median matrix's gradient; matrices with less count in proportion, where the loss is steep at the input
-            and the budget reaches the steepest matrix.
-        steep: how many times the median matrix's a gradient is that adds a matrix's value.
-        most: how many times that value it adds at most where the loss is steep at the input, elsewhere once: of untrained models
-            a few gradients are thousands of times the median.
-    """
-
-    vector: float = 1.2
-    vector_of_steep: float = 0.35
-    size: float = 0.5
-    output: float = 10.0
-    flat: float = 0.5
-    steep: float = 6.0
-    most: float = 20.0
+# The numbers of the rule above, chosen by short runs on tasks of `graphopt bench selection`:
+VECTOR = 1.2  # value of a bias or of a norm's weight; the matrix of median size has 1
+VECTOR_OF_STEEP = 0.35  # the same where the loss is steep at the input
+SIZE = 0.5  # power of a matrix's size, relative to the median's, where it counts
+OUTPUT = 10.0  # how many times its value the output layer has
+FLAT = 0.5  # part of the median matrix's gradient; matrices with less count in proportion, where that makes room
+STEEP = 6.0  # how many times the median matrix's a gradient is that adds a matrix's value
+MOST = 20.0  # times that value at most: of untrained models a few gradients are thousands of times the median
 
 
 def capacity(
     graph: TrainingGraph,
     profile: FlopProfile,
-    weighting: Weighting | None = None,
     norms: Mapping[str, float] | None = None,
     reachable: Collection[str] = (),
 ) -> Importance:
@@ -90,11 +72,9 @@ def capacity(
     Args:
         graph: computes their gradients, as captured.
         profile: FLOPs of the graph as it is where tensors are selected: exact rewrites before may leave rows out.
-        weighting: by default, what `Weighting` says.
         norms: of the gradients of a batch's loss, by name; of the tensors that were measured. Their scale does not matter.
         reachable: tensors that the budget can reach.
     """
-    by = weighting or Weighting()
     costs = backward_costs(profile)
     shapes = {p.name: p.shape for p in graph.parameters}
     last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
@@ -106,26 +86,26 @@ def capacity(
     idle = set() if every else _with_few_rows(graph, costs, inner)
     norms = norms or {}
     found = [norms.get(name, 0.0) for name in inner]
-    unit = by.steep * statistics.median([norm for norm in found if norm > 0] or [math.inf])
+    unit = STEEP * statistics.median([norm for norm in found if norm > 0] or [math.inf])
     steep = _steep(found, unit)
-    vector = by.vector_of_steep if steep else by.vector
-    power = by.size if sizes and (every or steep) else 0.0
+    vector = VECTOR_OF_STEEP if steep else VECTOR
+    power = SIZE if sizes and (every or steep) else 0.0
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
     if steep:
         kinds = {name: value * (1 + DEEPER * k / len(kinds)) for k, (name, value) in enumerate(kinds.items())}
     steepest = max(inner, key=lambda name: norms.get(name, 0.0)) if steep else ""
     makes_room = steepest in reachable
     if makes_room:
-        enough = by.flat * unit / by.steep
+        enough = FLAT * unit / STEEP
         kinds |= {name: kinds[name] * min((norms.get(name) or enough) / enough, 1.0) for name in sizes}
-    values = {name: value * (by.output if name in last else 1.0) for name, value in kinds.items()}
+    values = {name: value * (OUTPUT if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
-    source = f"matrices count {size}, vectors {vector:g}, the output layer x {by.output:g}"
+    source = f"matrices count {size}, vectors {vector:g}, the output layer x {OUTPUT:g}"
     if unit < math.inf:
-        most = (by.most if steep else 1.0) ** (1 / 6)
+        most = (MOST if steep else 1.0) ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
-        source += f", x gradient / {by.flat:g} of the median matrix's below that" if makes_room else ""
-        source += f", plus (gradient / {by.steep:g} x the median matrix's)^6"
+        source += f", x gradient / {FLAT:g} of the median matrix's below that" if makes_room else ""
+        source += f", plus (gradient / {STEEP:g} x the median matrix's)^6"
     if idle and not steep:
         values |= dict.fromkeys(idle, 0.0)
         source += ", matrices of few rows 0"

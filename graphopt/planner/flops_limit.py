@@ -30,8 +30,6 @@ ROUNDS = 6
 class FlopsLimit:
     """The FLOPs that a budget allows for a step of a graph, at its batch size.
 
-    A limit on memory does not count, for which orders may be chosen that take more FLOPs: see `within_memory`.
-
     Attributes:
         plan: whose passes rewrite the graph; what it trains does not matter.
         captured: FLOPs of the graph as it was captured, of which the budget is a part.
@@ -48,7 +46,7 @@ class FlopsLimit:
         before = self.plan.passes[: selecting.index(True)] if True in selecting else ()
         if not before:
             return self.captured
-        graph, reports = replace(self.plan, passes=before, train=None, memory=None).rewrite(self.graph)
+        graph, reports = replace(self.plan, passes=before, train=None).rewrite(self.graph)
         return flop_profile(graph) if reports[-1].step_flops_after != self.captured.step else self.captured
 
     @cached_property
@@ -68,11 +66,11 @@ class FlopsLimit:
 
     def step_flops(self, names: frozenset[str]) -> int:
         """FLOPs of the dearest step of the rewritten graph that trains some tensors."""
-        return dearest_step(replace(self.plan, train=names, memory=None), self.graph, self.profile)
+        return dearest_step(replace(self.plan, train=names), self.graph, self.profile)
 
     def saved(self, names: frozenset[str]) -> int:
         """See `flops_saved`."""
-        return flops_saved(replace(self.plan, train=names, memory=None), self.graph, self.profile)
+        return flops_saved(replace(self.plan, train=names), self.graph, self.profile)
 
     @cached_property
     def saved_of_all(self) -> int:

@@ -1,4 +1,4 @@
-"""How steep the loss of one batch is in each tensor: the L2 norm of its gradient."""
+"""The gradients of one batch, without a trace; and how steep its loss is in each tensor: the L2 norms of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from torch import Tensor, nn
 
 from graphopt.calls import flatten_call
 from graphopt.capture import no_generation_cache, twin, unchanged_draws
-from graphopt.compat import pytree
+from graphopt.compat import backward_dtypes, pytree
+from graphopt.distributed.divided import is_divided, mean_gradients, mean_of_ranks, whole
 from graphopt.distributed.ranks import Ranks
-from graphopt.distributed.sharded import mean_gradients, whole
-from graphopt.distributed.tensor_parallel import is_divided, mean_of_ranks
 from graphopt.errors import ImportanceError, NoLoss, first_line
-from graphopt.loss import LossFunction, own_loss
-
-MEASURING = "measuring gradients"
+from graphopt.loss import FLOAT16_SCALE, LossFunction, own_loss
 
 
 def gradient_norms(
@@ -32,89 +29,107 @@ def gradient_norms(
 ) -> dict[str, float]:
     """The L2 norm of the gradient of each of the parameters `names`, for one batch: that of all `ranks` together.
 
-    Forward and backward run on a copy with the same weights: parameters, `.grad`, buffers, attributes and random streams stay as
-    they are, and no hook on a parameter is called. A gradient is dropped as soon as its norm is known, unless ranks average it.
+    A gradient is dropped as soon as its norm is known, unless ranks average it.
 
     Args:
-        args, kwargs: the batch, as the model is called with it, labels included.
+        args, kwargs, shared, ranks: see `batch_gradients`.
         loss: scalar from the model's output; by default the output's own.
-        shared: the copy shares the weights' memory, which forward is known not to write to.
-        ranks: that train the model together, each of which calls this with its batch.
     Returns:
         By name; 0 for parameters that the loss does not depend on.
     Raises:
-        ImportanceError: the model cannot be copied, or a gradient is not finite or accumulated in parts.
+        ImportanceError: see `batch_gradients`; or a gradient is not finite.
         NoLoss: the model has no loss.
     """
-    ranks = ranks or Ranks.alone()
-    names = ranks.same(list(names), MEASURING)
 
-    def measure() -> dict[str, Tensor | None]:
-        if is_divided(model):
-            return _of_divided(model, args, kwargs, names, loss)
-        return _gradients(model, args, kwargs, names, loss, shared, (lambda g: g) if ranks.several else _norm)
+    def scalar(output: Any) -> Tensor:
+        value = own_loss(output, loss)
+        if value is None:
+            raise NoLoss("the model returns no loss: pass loss= to have its gradient count.")
+        return value
 
-    found = ranks.together(measure, MEASURING)
-    means = mean_of_ranks(found, model, ranks, MEASURING)
-    norms = {name: 0.0 if mean is None else float(_norm(mean)) for name, mean in zip(found, means, strict=True)}
+    found = batch_gradients(model, args, kwargs, names, scalar, shared, ranks, "measuring gradients", _norm)
+    norms = {name: 0.0 if gradient is None else float(_norm(gradient)) for name, gradient in found.items()}
     bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
     if bad is not None:
         raise ImportanceError(f"the gradient of {bad} is NaN or infinite.")
     return norms
 
 
-def _gradients(
+def batch_gradients(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     names: Collection[str],
-    loss: LossFunction | None,
+    scalar: Callable[[Any], Tensor],
     shared: bool,
-    kept: Callable[[Tensor], Tensor],
+    ranks: Ranks | None,
+    what: str,
+    kept: Callable[[Tensor], Tensor] = lambda gradient: gradient,
+) -> dict[str, Tensor | None]:
+    """The gradient of each of the parameters `names`, for one batch: the mean of all `ranks`; None where there is none.
+
+    Forward and backward run on a copy with the same weights: parameters, `.grad`, buffers, attributes and random streams stay as
+    they are, and no hook on a parameter is called. A model whose weights are divided among ranks runs itself, with the same care.
+
+    Args:
+        args, kwargs: the batch, as the model is called with it, labels included.
+        scalar: of the model's output, to be differentiated. Where float16 is in its backward, it is scaled, so that small
+            gradients are not 0, but for a model whose weights are divided.
+        shared: the copy shares the weights' memory, which forward is known not to write to.
+        ranks: that train the model together, each of which calls this with its batch.
+        what: see `Ranks`.
+        kept: what is kept of a gradient that no ranks average.
+    Raises:
+        ImportanceError: the model cannot be copied, or a gradient is accumulated in parts.
+    """
+    ranks = ranks or Ranks.alone()
+    names, divided = ranks.same(list(names), what), is_divided(model)
+
+    def measure() -> dict[str, Tensor | None]:
+        own = model if divided else _copied(model, shared)
+        of, named = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
+        tensors = [*model.parameters(), *flatten_call(of, named).tensors]
+        with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
+            if divided:  # as DTensors; the backward is a full one
+                return mean_gradients(model, lambda: scalar(model(*of, **named)), names)
+            return _of_copy(own, names, lambda: scalar(own(*of, **named)), (lambda g: g) if ranks.several else kept)
+
+    found = ranks.together(measure, what)
+    return dict(zip(found, mean_of_ranks(found, model, ranks, what), strict=True))
+
+
+def _copied(model: nn.Module, shared: bool) -> nn.Module:
+    try:
+        return twin(model, shared)
+    except Exception as error:
+        raise ImportanceError(f'the model cannot be copied ({first_line(error)}). Use GreenTrainer(rule="capacity").') from error
+
+
+def _of_copy(
+    own: nn.Module, names: Collection[str], run: Callable[[], Tensor], kept: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor | None]:
     """What `kept` returns for each gradient, which is dropped then; None for parameters that the loss does not depend on."""
-    try:
-        own = twin(model, shared)
-    except Exception as error:
-        raise ImportanceError(f"the model cannot be copied ({first_line(error)}).") from error
-    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
-    wanted = set(names)
-    parameters = {n: p for n, p in own.named_parameters() if n in wanted}
-    found: dict[str, Tensor | None] = dict.fromkeys(parameters)
+    found: dict[str, Tensor | None] = dict.fromkeys(names)
+    parameters = {n: p for n, p in own.named_parameters() if n in found}
+    value = run()
+    scale = FLOAT16_SCALE if torch.float16 in backward_dtypes(value) else None
+    for parameter in parameters.values():
+        parameter.grad = None  # that of a subclass of nn.Parameter is copied with it
 
     def keep(name: str) -> Callable[[Tensor], None]:
         def of(parameter: Tensor) -> None:
             assert parameter.grad is not None
             if found[name] is not None:  # a backward inside the backward
                 raise ImportanceError(f"the gradient of {name} is accumulated in parts.")
-            found[name], parameter.grad = kept(parameter.grad), None
+            found[name] = kept(parameter.grad if scale is None else parameter.grad.float() / scale)
+            parameter.grad = None
 
         return of
 
     for name, parameter in parameters.items():
         parameter.register_post_accumulate_grad_hook(keep(name))
-    tensors = [*model.parameters(), *flatten_call(args, kwargs).tensors]
-    with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
-        value = _loss(own(*args, **kwargs), loss)
-        value.backward(inputs=list(parameters.values()))
+    (value if scale is None else value.float() * scale).backward(inputs=list(parameters.values()))
     return found
-
-
-def _of_divided(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Collection[str], loss: LossFunction | None
-) -> dict[str, Tensor | None]:
-    """As DTensors, of the model itself; the backward is a full one."""
-    args, kwargs = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
-    inputs = flatten_call(args, kwargs).tensors
-    with unchanged_draws([*model.parameters(), *inputs]), no_generation_cache(model), torch.enable_grad():
-        return mean_gradients(model, lambda: _loss(model(*args, **kwargs), loss), names)
-
-
-def _loss(output: Any, loss: LossFunction | None) -> Tensor:
-    value = own_loss(output, loss)
-    if value is None:
-        raise NoLoss("the model returns no loss: pass loss= to have its gradient count.")
-    return value
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from graphopt.capture import unchanged_rng
+from graphopt.analysis.optimizers import unwrapped
+from graphopt.distributed.divided import whole
 from graphopt.distributed.ranks import Ranks
-from graphopt.distributed.sharded import mean_gradients, whole
-from graphopt.distributed.tensor_parallel import is_divided, mean_of_ranks
 from graphopt.errors import ImportanceError
 from graphopt.loss import PROBED, LossFunction, scalar_loss
+from graphopt.planner.gradient_norms import batch_gradients
 
 Metric = Literal["loss", "update", "gradient"]
 """What the importance of a tensor is (GreenTrainer, Table 4): "loss", -<dw, g> (Eq. 6); "update", |dw|_1; "gradient", |g|_1."""
@@ -58,6 +58,7 @@ def measure_importance(
     optimizer: torch.optim.Optimizer | None = None,
     loss: LossFunction | None = None,
     metric: Metric = "loss",
+    shared: bool = False,
     ranks: Ranks | None = None,
 ) -> Importance:
     """Importance of the parameters `names`, from one batch.
@@ -65,31 +66,23 @@ def measure_importance(
     The backward stops at the deepest of `names` (Eq. 8): leave out tensors that the budget cannot reach.
 
     Args:
-        args, kwargs: the batch, as the model is called with it, labels included.
+        args, kwargs, shared, ranks: see `batch_gradients`.
         optimizer: whose next step is dw, computed in float32 one tensor at a time on copies; tensors that it does not hold
             get 0. None: plain SGD, so I_k is proportional to |dL/dw_k|^2.
         loss: scalar from the model's output; by default the output's own loss, or the output where it is a scalar. A model
             that has none is probed with random output gradients instead, and `source` says so.
         metric: see `Metric`.
-        ranks: that train the model together, each of which calls this with its batch: their gradients are averaged first.
     Raises:
         ImportanceError: not finite, all zero, or the optimizer cannot be stepped on copies.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    ranks, what = ranks or Ranks.alone(), "measuring importance"
-    names = ranks.same(list(names), what)
-    parameters = {n: p for n, p in model.named_parameters() if n in set(names)}
+    optimizer, source = unwrapped(optimizer), ""
 
-    def measure() -> tuple[Sequence[Tensor | None], str]:
-        if is_divided(model):
-            return _of_divided(model, args, kwargs, list(parameters), loss)
-        buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-        with unchanged_rng(list(parameters.values())), torch.enable_grad():
-            value, source = scalar_loss(torch.func.functional_call(model, buffers, args, dict(kwargs)), loss)
-            return torch.autograd.grad(value, list(parameters.values()), allow_unused=True), source
+    def scalar(output: Any) -> Tensor:
+        nonlocal source
+        value, source = scalar_loss(output, loss)
+        return value
 
-    local, source = ranks.together(measure, what)
-    gradients = mean_of_ranks(dict(zip(parameters, local, strict=True)), model, ranks, what)
+    gradients = batch_gradients(model, args, kwargs, names, scalar, shared, ranks, "measuring importance")
     probed = source == PROBED
     if optimizer is None:
         source += ", plain SGD"
@@ -97,20 +90,26 @@ def measure_importance(
         source += f", {type(optimizer).__name__}'s next step"
     if metric != "loss":
         source += f", metric {metric!r}"
-    raw: dict[str, float] = {}
-    for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
+    raw, parameters = dict.fromkeys(gradients, 0.0), dict(model.named_parameters())
+    groups = {} if optimizer is None else {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for name, gradient in gradients.items():
         if gradient is None:
-            raw[name] = 0.0
+            continue
+        parameter = parameters[name]
+        if optimizer is None:
+            update = -gradient.detach()
+        elif (group := groups.get(id(parameter))) is not None:
+            update = next_update(optimizer, group, parameter, gradient)
         else:
-            update = -gradient.detach() if optimizer is None else next_update(optimizer, parameter, gradient)
-            raw[name] = 0.0 if update is None else _rated(metric, update.double(), gradient.detach().double())
+            continue
+        raw[name] = _rated(metric, update.double(), gradient.detach().double())
     largest = max((abs(v) for v in raw.values()), default=0.0)
     if not all(map(math.isfinite, raw.values())):
         bad = next(name for name, v in raw.items() if not math.isfinite(v))
         raise ImportanceError(f"importance is not finite (first at {bad}): the loss or its gradient is NaN or infinite.")
     if largest == 0.0:
         raise ImportanceError("importance is zero everywhere: the loss does not depend on any trainable tensor.")
-    return Importance({n: raw.get(n, 0.0) / largest for n in names}, source, probed=probed)
+    return Importance({n: value / largest for n, value in raw.items()}, source, probed=probed)
 
 
 def _rated(metric: Metric, update: Tensor, gradient: Tensor) -> float:
@@ -119,37 +118,14 @@ def _rated(metric: Metric, update: Tensor, gradient: Tensor) -> float:
     return float(whole((update if metric == "update" else gradient).abs().sum()))
 
 
-def _of_divided(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str], loss: LossFunction | None
-) -> tuple[Sequence[Tensor | None], str]:
-    """As DTensors, of the model itself, and what was differentiated; the backward is a full one."""
-    source = ""
-
-    def run() -> Tensor:
-        nonlocal source
-        value, source = scalar_loss(model(*args, **kwargs), loss)
-        return value
-
-    with unchanged_rng(list(model.parameters())), torch.enable_grad():
-        return list(mean_gradients(model, run, names).values()), source
-
-
-def holds(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether an optimizer steps a parameter."""
-    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
-
-
-def next_update(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
-    """What `optimizer.step()` would add to `parameter`, in float32; None if it does not hold the parameter.
+def next_update(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What `optimizer.step()` would add to a parameter, which it holds in `group`, in float32.
 
     Half-precision weights often round a step to zero, so weight, gradient and state are copied to float32 first.
 
     Raises:
         ImportanceError: the optimizer fails on a copy, e.g. because it needs a closure.
     """
-    group = next((g for g in optimizer.param_groups if any(p is parameter for p in g["params"])), None)
-    if group is None:
-        return None
     weight = nn.Parameter(_wide(parameter.detach()))
     weight.grad = _wide(gradient.detach())
     state = {k: _wide(v) if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in optimizer.state.get(parameter, {}).items()}

@@ -25,7 +25,7 @@ from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.memory_plan import within_memory
 from graphopt.planner.plan import Plan
-from graphopt.planner.rating import rate_tensors, selecting_of, without_gradients
+from graphopt.planner.rating import Rater, rated_by_all, selecting_of, without_gradients
 
 BEYOND = 0.1
 """Part of the FLOPs that a raised budget has beyond what reaches the steepest matrix: that one alone trains no network."""
@@ -55,18 +55,19 @@ def make_plan(
     left_out = {n: why for n, make in BY_NAME.items() if isinstance(why := make.wanted(budget), str)} if auto else {}
     if budget.memory is not None:
         passes = without_gradients(passes)  # a full backward may be just what does not fit
-    plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer), not_needed=left_out)
+    plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer, graph), not_needed=left_out)
     inputs = _inputs(graph, args, kwargs, ranks)
     planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, not_separable, inputs)
     for rewrite in passes:
         plan = technique(rewrite).before_selection(plan, planning)
-    plan = _with_selection(plan, model, args, kwargs, graph, optimizer, loss, ranks)
+    rater = Rater(plan.passes, model, args, kwargs, graph, optimizer, loss, ranks)
+    plan = _with_selection(plan, rater)
 
     def rate() -> Importance:
         profile = FlopsLimit(plan, graph, flop_profile(graph)).profile
-        return rate_tensors(passes, model, args, kwargs, graph, profile, profile.order, optimizer, loss, ranks=ranks)
+        return rater.rate(profile, profile.order)
 
-    plan = within_memory(plan, graph, rate)
+    plan = within_memory(plan, graph, rated_by_all(plan, graph, rate, ranks))
     for rewrite in plan.passes:
         plan = technique(rewrite).after_selection(plan, planning)
     return plan
@@ -82,18 +83,9 @@ def _inputs(
     return call.names, call.tensors, graph.batch_size
 
 
-def _with_selection(
-    plan: Plan,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    graph: TrainingGraph,
-    optimizer: torch.optim.Optimizer | None,
-    loss: LossFunction | None,
-    ranks: Ranks | None,
-) -> Plan:
+def _with_selection(plan: Plan, rater: Rater) -> Plan:
     """The plan with the tensors to train, where they are given or the budget limits FLOPs and not all can be trained."""
-    selecting = selecting_of(plan.passes)
+    graph, ranks, selecting = rater.graph, rater.ranks or Ranks.alone(), selecting_of(plan.passes)
     if selecting is not None and selecting.train is not None:
         check_given(selecting.train, plan, graph)
         return replace(plan, train=frozenset(selecting.train))
@@ -102,24 +94,24 @@ def _with_selection(
         return plan
     limit = FlopsLimit(plan, graph, flop_profile(graph))
     from_asked = None
-    if plan.budget.or_more and limit.sensible > asked:
+    if plan.budget.or_more and (sensible := ranks.same(limit.sensible, "selecting")) > asked:
         from_asked = "", asked
-        plan = replace(plan, budget=replace(plan.budget, flops=limit.sensible))
+        plan = replace(plan, budget=replace(plan.budget, flops=sensible))
         limit = replace(limit, plan=plan)
-    if (ranks or Ranks.alone()).same(limit.everything_fits, "selecting"):
+    if ranks.same(limit.everything_fits, "selecting"):
         return plan
-    names = limit.reachable()
-    importance = rate_tensors(plan.passes, model, args, kwargs, graph, limit.profile, names, optimizer, loss, ranks=ranks)
+    importance = rater.rate(limit.profile, limit.reachable())
     selection = limit.select(importance)
     if not selection.names:
         raise ImportanceError(
             "no tensor's next step would lower the loss on the example batch. Pass a batch from the training data, or "
             "optimizer=None to rate tensors by their squared gradient."
         )
-    if plan.budget.or_more and selection.missed is not None:
-        name, reaching = selection.missed
+    missed = ranks.same(selection.missed, "selecting") if plan.budget.or_more else None
+    if missed is not None:
+        name, reaching = missed
         raised = replace(plan, budget=replace(plan.budget, flops=min(1.0, round(reaching + BEYOND, 2)), or_more=False))
-        plan = _with_selection(raised, model, args, kwargs, graph, optimizer, loss, ranks)
+        plan = _with_selection(raised, rater)
         told = plan.selection and replace(plan.selection, raised=(name, asked))
         return replace(plan, budget=replace(plan.budget, or_more=True), selection=told)
     selection = replace(selection, raised=from_asked)

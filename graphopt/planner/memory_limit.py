@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from graphopt.analysis.optimizers import Trained, optimizer_memory, unwrapped
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
+from graphopt.errors import InputError, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.lower import Backend
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,24 @@ class MemoryLimit:
     _known: dict[Hashable, tuple[TrainingGraph, int]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, budget: Budget, backend: Backend, optimizer: Any = None) -> MemoryLimit | None:
-        """The limit that a budget states, if any; AdamW's memory counts where no optimizer is given."""
+    def of(
+        cls, budget: Budget, backend: Backend, optimizer: Any = None, graph: TrainingGraph | None = None
+    ) -> MemoryLimit | None:
+        """The limit that a budget states, if any; AdamW's memory counts where no optimizer is given.
+
+        Args:
+            graph: with the tensors that `optimizer` is tried on; where the trial fails, AdamW's memory counts, too.
+        """
         if not isinstance(budget.memory, int):
             return None
+        optimizer = unwrapped(optimizer)
+        try:
+            if graph is not None:
+                optimizer_memory(optimizer, [Trained(p.name, p.shape, p.dtype) for p in graph.trainable], graph.example.device)
+        except InputError as error:
+            cause, name = first_line(error.__cause__ or error), type(optimizer).__name__
+            logger.warning("The memory of %s cannot be predicted (%s): AdamW's counts in its place.", name, cause)
+            optimizer = None
         return cls(budget.memory, "inductor" if backend == "inductor" else "aot_eager", optimizer or "adamw")
 
     @property

@@ -153,8 +153,9 @@ def _too_little(plan: Plan, peaks: Peaks, least: int) -> BudgetError:
     flops = "" if plan.budget.flops is None else f" and flops={plan.budget.flops}"
     others = [n for n, kind in BY_NAME.items() if "memory" in kind.serves and all(p.name != n for p in plan.passes)]
     add = f", or add {' or '.join(map(repr, others))} to passes" if others else ""
-    limit = peaks.limit
+    limit, batch = peaks.limit, peaks.graph.batch_size
+    several = f" with a batch of {batch}" if batch > 1 else ""
     return BudgetError(
-        f"memory={limit.peak_bytes:,} bytes is less than a step needs with a batch of {peaks.graph.batch_size} ({limit.backend}, "
-        f"optimizer state included). Smallest feasible with these passes{flops}: {least:,}. Use a smaller batch{add}."
+        f"memory={limit.peak_bytes:,} bytes is less than a step needs{several} ({limit.backend}, optimizer state included). "
+        f"Smallest feasible with these passes{flops}: {least:,}. Use a {'smaller batch' if several else 'smaller input'}{add}."
     )

@@ -71,10 +71,8 @@ def make_problem(
         more = 0 if small is None else max(0, small.flops - formed)  # now and then a step forms the gradient itself
         bytes_, state = None if small is None else small.bytes, states.get(name, 0)
         tensors.append(TensorBytes(gradient, state, segment_of.get(name, 0), bytes_, more))
-    fixed = 0
-    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        if desc.kind in ("parameter", "buffer", "input"):
-            fixed += graph.bytes_of(node.meta["val"])
+    once = dict(zip(graph.inputs, graph.placeholders, strict=True))  # tied weights are there under each of their names
+    fixed = sum(graph.bytes_of(n.meta["val"]) for desc, n in once.items() if desc.kind in ("parameter", "buffer", "input"))
     values = {} if importance is None else importance.values
     if plan.budget.flops is None:  # all of it is to be trained, unless it does not fit
         largest = max(values.values(), default=1.0) or 1.0

@@ -1,4 +1,4 @@
-"""Which way to spread training over devices, and the batch that fits: LLMem's Algorithm 1 on graph-based estimates.
+"""Which way to spread training over devices, and the batch that fits: LLMem's Algorithm 1 (sections 5 and 6) on our estimates.
 
 Data parallelism has the timeline of the graph that averages gradients, and ADP that of one device with what FSDP2 (`fully_shard`
 per repeated block) holds on it. The other estimates shard on the timeline of one device what the strategy shards: parameters,
@@ -11,26 +11,70 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 from functools import partial
 
 import numpy as np
 
 from graphopt.analysis.allocator import CONTEXT_BYTES
-from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
-from graphopt.analysis.memory import Block, MemoryProfile
+from graphopt.analysis.memory import Block, MemoryProfile, largest_batch
 from graphopt.budget import parse_bytes
 from graphopt.errors import InputError
 from graphopt.planner.sharded_memory import sharded_peak
 from graphopt.report.units import in_bytes
-
-NAMES = {Method.CDP: "CDP", Method.ADP: "ADP", Method.TP: "TP", Method.DP_TP: "DP+TP", Method.OFFLOAD: "offload"}
 
 MARGIN = 0.05
 """Share of a device's memory that a plan leaves free by default: fragmentation, workspaces, what was not foreseen."""
 
 SEGMENT_SLACK = 20 * 2**20
 """Bytes that the caching allocator may hold in partly used segments, over the sum of live tensors."""
+
+ZERO_3_COMMUNICATION = 1.5
+"""What ADP communicates, in units of what CDP does."""
+
+
+class Method(StrEnum):
+    """How training is spread over devices, in the paper's order of preference."""
+
+    CDP = "CDP"  # conventional data parallelism
+    ADP = "ADP"  # advanced data parallelism (ZeRO-3)
+    TP = "TP"  # tensor parallelism
+    DP_TP = "DP+TP"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to use the devices.
+
+    Attributes:
+        devices: gpu_n.
+        tensor_parallel: tp_n, devices that share each matrix: 1 for CDP and ADP, all of them for TP.
+    """
+
+    method: Method
+    devices: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def data_parallel(self) -> int:
+        """dp_n: groups of devices that see different samples."""
+        return self.devices // self.tensor_parallel
+
+
+def layouts(devices: int, tensor_parallel: int | None = None) -> tuple[Layout, ...]:
+    """CDP, ADP, TP, and DP+TP with the given tensor-parallel size or with every proper divisor of `devices`.
+
+    Raises:
+        InputError: no devices, or a tensor-parallel size that does not divide them.
+    """
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise InputError(f"devices={devices!r} must be a whole number of at least 1.")
+    sizes = [size for size in range(2, devices) if devices % size == 0] if tensor_parallel is None else [tensor_parallel]
+    if any(not isinstance(size, int) or size < 1 or devices % size for size in sizes):
+        raise InputError(f"tensor_parallel={tensor_parallel!r} does not divide devices={devices}: use a whole number that does.")
+    simple = (Layout(Method.CDP, devices), Layout(Method.ADP, devices), Layout(Method.TP, devices, devices))
+    return simple + tuple(Layout(Method.DP_TP, devices, size) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -41,7 +85,7 @@ class StrategyRow:
         strategy: with its degrees, e.g. "DP+TP (2 x 2)".
         batch_size: largest per-device batch that fits; 0 if none does.
         samples: batch over all devices.
-        score: LLMem's Algorithm 1: what strategies are ranked by.
+        score: LLMem's Algorithm 1: samples per step, in units of a step with ADP's communication.
         peak_bytes: on the fullest device at `batch_size` (at 1 if none fits), context included.
         why: what limits it.
     """
@@ -119,23 +163,19 @@ def plan_devices(
         raise InputError("the model fixes its batch size, so no batch can be planned for it.")
     limit = capacity if allow_within_margin else math.floor(capacity * (1 - margin))
     overhead = SEGMENT_SLACK + context_bytes
-    candidates, rows = [], []
+    rows = []
     for layout in layouts(devices, tensor_parallel):
         peak = partial(_peak, profile, partial(strategy_bytes, layout=layout), overhead)
         if layout.method is Method.CDP and averaging is not None:
             peak = partial(_peak, averaging, lambda at: at.peak_bytes, overhead)
-        candidate = Candidate(layout, _largest(peak, limit))
-        candidates.append(candidate)
-        rows.append(_row(candidate, peak(max(candidate.batch, 1)), limit))
-    best = best_candidate(candidates)
-    if best is not None:
-        strategy, batch = NAMES[best.layout.method], best.batch
-    else:
-        strategy = NAMES[Method.OFFLOAD]
+        rows.append(_row(layout, peak, limit))
+    best = max(rows, key=lambda row: row.score)  # of equals the first, which the paper prefers
+    if not best.score:
         peak = partial(_peak, profile, offload_bytes, overhead)
         batch = _largest(peak, limit)
         why = "gradients and optimizer states live on the host" if batch else "not even this fits one sample"
-        rows.append(StrategyRow(strategy, batch, batch * devices, float(batch), peak(max(batch, 1)), why))
+        best = StrategyRow("offload", batch, batch * devices, float(batch), peak(max(batch, 1)), why)
+        rows.append(best)
     assumptions = (
         *profile.assumptions,
         f"CUDA context {context_bytes / 2**20:.0f} MiB, allocator slack {SEGMENT_SLACK / 2**20:.0f} MiB",
@@ -144,15 +184,13 @@ def plan_devices(
         "data parallel: " + ("as optimize(mesh=...)" if averaging else "DDP's gradient buckets, as large as the gradients"),
         "ADP: FSDP2 per repeated block, one prefetched",
     )
-    return MemoryPlan(strategy, batch, tuple(rows), capacity, margin, assumptions)
+    return MemoryPlan(best.strategy.partition(" ")[0], best.batch_size, tuple(rows), capacity, margin, assumptions)
 
 
 def check_devices(devices: int, device_memory: int | str, tensor_parallel: int | None, margin: float) -> None:
     """Raise what `plan_devices` would for these arguments, before anything is analysed."""
     parse_bytes(device_memory)
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise InputError(f"devices={devices!r} must be a whole number of at least 1.")
-    if not 0 <= margin < 1:
+    if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
         raise InputError(f"margin={margin!r} must be in [0, 1): the share of a device's memory that stays free.")
     layouts(devices, tensor_parallel)
 
@@ -213,10 +251,10 @@ def _scaled_peak(profile: MemoryProfile, share: Callable[[Block], Fraction]) -> 
     return int(profile.alive(np.array(sizes, dtype=np.int64)).max())
 
 
-def _row(candidate: Candidate, peak: int, limit: int) -> StrategyRow:
-    layout, batch = candidate.layout, candidate.batch
-    name = NAMES[layout.method]
-    if layout.method is Method.DP_TP:
-        name += f" ({layout.data_parallel} x {layout.tensor_parallel})"
+def _row(layout: Layout, peak_of: Callable[[int], int], limit: int) -> StrategyRow:
+    batch = _largest(peak_of, limit)
+    samples, peak = batch * layout.data_parallel, peak_of(max(batch, 1))
+    score = samples * (ZERO_3_COMMUNICATION if layout.method is Method.CDP else 1.0)
+    hybrid = f" ({layout.data_parallel} x {layout.tensor_parallel})" if layout.method is Method.DP_TP else ""
     why = "largest batch that fits" if batch else f"one sample takes {in_bytes(peak)} of {in_bytes(limit)}"
-    return StrategyRow(name, batch, batch * layout.data_parallel, candidate.score, peak, why)
+    return StrategyRow(layout.method + hybrid, batch, samples, score, peak, why)

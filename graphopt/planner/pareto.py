@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, in_order
+from graphopt.planner.capacity import capacity
 from graphopt.planner.costs import backward_costs, smallest_ratio
-from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.memory_problem import make_problem, offers_of, planned
 from graphopt.planner.plan import Plan
@@ -43,17 +44,18 @@ class Point:
 
 def trade_offs(
     graph: TrainingGraph,
-    importance: Importance,
-    limit: MemoryLimit,
+    backend: str,
+    optimizer: Any,
     advance: Callable[[], object] = lambda: None,
 ) -> tuple[Point, ...]:
     """Plans of which none is worse than another in FLOPs, bytes and importance at once, from the cheapest FLOPs on.
 
     Args:
-        limit: whose backend and optimizer count; its bytes do not.
+        backend, optimizer: see `MemoryLimit`.
         advance: called `STEPS` squared times, once per pair of limits.
     """
-    profile = flop_profile(graph)
+    profile, limit = flop_profile(graph), MemoryLimit(0, backend, optimizer)
+    importance = capacity(graph, profile)
     offered = [rewrite for kind in BY_NAME.values() if (rewrite := kind.offered(graph)) is not None]
     bare = Plan(Budget(), in_order(offered), memory=limit)
     problem = make_problem(bare, graph, profile, importance, offers_of(bare, graph))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, Pass, PassReport, Preserves, in_order, run_pass
+from graphopt.passes.base import note_owner
 from graphopt.passes.technique import Decision, technique
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
@@ -33,7 +34,7 @@ def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
         BudgetError: a field of the budget that no pass in use serves.
     """
     chosen: list[Pass] = []
-    if isinstance(passes, str):
+    if isinstance(passes, str) or not isinstance(passes, Iterable):
         if passes != "auto":
             raise PassError(f"passes={passes!r}: use 'auto' or a list of {_known()}.")
         chosen = [make() for make in BY_NAME.values() if make.wanted(budget) is True]
@@ -122,7 +123,9 @@ class Plan:
             hooks = technique(rewrite)
             decisions, choices = hooks.decide(self, captured, graph)
             graph, report = once(run_pass, rewrite, graph, decisions)
+            taken, returned = graph.inputs, graph.outputs
             graph = hooks.finish(self, graph)
+            note_owner(graph, taken, returned, rewrite.name)
             reports.append(replace(report, choices=choices))
         if self.budget.flops is not None:
             graph = keep_last_products(graph)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Set
 from typing import Any
 
-from torch import fx
-
+from graphopt.analysis.kept import kept
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass, PassReport
 from graphopt.runtime.bounded_cache import BoundedCache
@@ -17,21 +15,17 @@ LIMIT = 3
 
 Rewritten = tuple[TrainingGraph, PassReport]
 
-_made: weakref.WeakKeyDictionary[fx.GraphModule, BoundedCache[Hashable, tuple[Pass, Rewritten]]] = weakref.WeakKeyDictionary()
-
 
 def once(run: Callable[[Pass, TrainingGraph, Any], Rewritten], rewrite: Pass, graph: TrainingGraph, decisions: Any) -> Rewritten:
     """`run(rewrite, graph, decisions)`, or what it gave before for the same pass, graph and decisions.
 
-    That relies on a pass being a function of its own fields, the graph and the decisions; and on no graph being changed once it
-    is made (`run_pass` rewrites a clone), so that it can have several readers.
+    That relies on a pass being a function of its own fields, the graph and the decisions.
     """
     frozen = _frozen(decisions)
     if frozen is None:
         return run(rewrite, graph, decisions)
-    made = _made.setdefault(graph.module, BoundedCache(LIMIT))
-    own = graph.batch_size, graph.batch_dims, graph.static_reason  # graphs of one module may differ in these
-    key = run, id(rewrite), own, frozen  # the entry holds the pass, so that no other has its id
+    made: BoundedCache[Hashable, tuple[Pass, Rewritten]] = kept(graph, "rewrites", None, lambda: BoundedCache(LIMIT))
+    key = run, id(rewrite), frozen  # the entry holds the pass, so that no other has its id
     found = made.get(key) or made.put(key, (rewrite, run(rewrite, graph, decisions)))
     return found[1]
 

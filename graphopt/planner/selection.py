@@ -10,7 +10,8 @@ from typing import Literal
 from graphopt.errors import BudgetError, ImportanceError
 from graphopt.planner.costs import BackwardCosts, smallest_ratio
 from graphopt.planner.knapsack import chain_knapsack, fill
-from graphopt.planner.milp import graph_milp
+from graphopt.planner.problem import Problem, TensorBytes
+from graphopt.planner.solver import solve
 
 Solver = Literal["auto", "knapsack", "milp"]
 
@@ -48,8 +49,8 @@ def select(
     *,
     spare_flops: int = 0,
     solver: Solver = "auto",
-    resolution: int = RESOLUTION,
     time_limit: float = 2.0,
+    resolution: int = RESOLUTION,
 ) -> Selection:
     """The most important tensors whose step costs at most `flops_ratio` of full training.
 
@@ -58,8 +59,9 @@ def select(
             `flops_ratio` is 1, which trains everything.
         flops_ratio: rho, in (0, 1].
         spare_flops: by which the step may exceed that, because later passes save as much; below 0 if they cost more.
-        solver: "knapsack" is exact on chains and quick; "milp" is exact on any graph; "auto" runs both, the MILP for at most
-            `time_limit` seconds, and returns the better.
+        solver: "knapsack" is exact on chains and quick; "milp" is exact to `FEWER_FLOPS` on any graph; "auto" runs both and
+            returns the better.
+        time_limit: seconds of the MILP, and as many again where rounding takes it beyond the limit.
         resolution: T_q of the knapsack.
     Returns:
         A selection that never exceeds the budget; empty if no importance is positive.
@@ -81,7 +83,10 @@ def select(
         chosen = fill(costs, importance, limit, chain_knapsack(costs, importance, limit, resolution))
         found.append(_selection(costs, importance, chosen, "knapsack"))
     if solver in ("auto", "milp"):
-        chosen = fill(costs, importance, limit, graph_milp(costs, importance, limit, time_limit))
+        wanted, free = tuple(max(i, 0.0) for i in importance), (TensorBytes(0, 0, 0),) * len(costs.names)
+        problem = Problem(costs, wanted, free, ((0, 0),), (0,), 0)  # bytes do not count
+        solved = solve(problem, costs.forward_flops + limit, may_recompute=False, time_limit=time_limit)
+        chosen = fill(costs, importance, limit, () if solved is None else solved.train)
         found.append(_selection(costs, importance, chosen, "milp"))
     return max(found, key=lambda s: (s.value, -s.backward_flops))
 

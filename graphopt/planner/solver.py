@@ -6,15 +6,19 @@ them again. Maximise importance within FLOPs and bytes at once; among equals, th
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-from scipy.optimize import Bounds, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
 
-from graphopt.planner.milp import activities, quiet
 from graphopt.planner.problem import Allocation, Problem, evaluate
-from graphopt.planner.rows import Rows
 
 FEWER_FLOPS = 1e-4
 """Importance, as a part of all, that a full step's FLOPs are worth: it decides among equals."""
@@ -95,7 +99,39 @@ def solve(
     return Allocation(train, compressed, recomputed, step_flops, peak_bytes)
 
 
-def _limit_memory(rows: Rows, problem: Problem, at: _Positions, memory_limit: int | None, smallest_memory: bool) -> None:
+@dataclass
+class _Rows:
+    """Linear constraints, row by row; `width` is the number of variables."""
+
+    width: int
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    entries: list[float] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def at_least(self, entries: Mapping[int, float], bound: float) -> None:
+        """Sum of entries >= bound."""
+        self._add(entries, bound, np.inf)
+
+    def at_most(self, entries: Mapping[int, float], bound: float) -> None:
+        """Sum of entries <= bound."""
+        self._add(entries, -np.inf, bound)
+
+    def _add(self, entries: Mapping[int, float], low: float, high: float) -> None:
+        self.rows.extend([len(self.low)] * len(entries))
+        self.columns.extend(entries)
+        self.entries.extend(entries.values())
+        self.low.append(low)
+        self.high.append(high)
+
+    def constraints(self) -> list[LinearConstraint]:
+        """All of them."""
+        matrix = coo_array((self.entries, (self.rows, self.columns)), shape=(len(self.low), self.width)).tocsr()
+        return [LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))]
+
+
+def _limit_memory(rows: _Rows, problem: Problem, at: _Positions, memory_limit: int | None, smallest_memory: bool) -> None:
     """Every moment's bytes are at most the limit, or at most the peak that is minimised."""
     unit = float(max(memory_limit or problem.fixed_bytes, 1))
     for moment in _moments(problem, at):
@@ -116,10 +152,10 @@ class _Positions:
         self.trained, self.compressed, self.recomputed, self.needed, self.kept, self.running, self.peak = starts
 
 
-def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
+def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> _Rows:
     """What needs what, whatever the limits; something is trained."""
-    rows = Rows(at.peak + 1)
-    needed_by, needed_with = activities(masks, range(at.tensors))
+    rows = _Rows(at.peak + 1)
+    needed_by, needed_with = _activities(masks, at.tensors)
     for k, tensor in enumerate(problem.tensors):
         rows.at_least({at.trained + k: 1.0, at.compressed + k: -1.0}, 0.0)
         rows.at_least({at.needed + tensor.segment: 1.0, at.trained + k: -1.0}, 0.0)
@@ -133,6 +169,33 @@ def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Rows:
             rows.at_least({at.needed + i: 1.0, at.needed + i - 1: -1.0}, 0.0)
     rows.at_least(dict.fromkeys(range(at.trained, at.trained + at.tensors), 1.0), 1.0)
     return rows
+
+
+def _activities(masks: Sequence[int], tensors: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Which classes of backward nodes run with which tensors and with which other classes.
+
+    Args:
+        masks: tensors that each class serves, as bits, sorted by how many.
+        tensors: how many there are.
+    Returns:
+        (tensor, class that it needs), and (class, class that runs whenever it does), as positions: only the smallest classes
+        above each, from which the others follow.
+    """
+    by_tensor = [(k, c) for k in range(tensors) for c in _smallest_above(masks, 1 << k, 0)]
+    by_class = [(d, c) for d, mask in enumerate(masks) for c in _smallest_above(masks, mask, d + 1)]
+    return by_tensor, by_class
+
+
+def _smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:
+    """Positions of the classes that contain `mask` and no smaller such class; `masks` are sorted by size."""
+    found: list[int] = []
+    for c in range(start, len(masks)):
+        other = masks[c]
+        if other & mask == mask and other != mask and not any(masks[f] & other == masks[f] for f in found):
+            found.append(c)
+        elif other == mask:
+            return [c]
+    return found
 
 
 def _step_flops(problem: Problem, at: _Positions, masks: Sequence[int]) -> dict[int, float]:
@@ -208,3 +271,35 @@ def _moments(problem: Problem, at: _Positions) -> Iterable[dict[int, float]]:
             moment |= {at.needed + i: held for i, held in enumerate(problem.held[:j])}
             moment[at.needed + j] = problem.segments[j][0] + problem.held[j]
         yield moment
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """HiGHS prints a debugging line to the process's standard output on some problems, which would spoil `--json`."""
+    with _one_at_a_time:  # a second thread would take the null device for the standard output, and leave it there
+        saved = _copy_of_output()
+        if saved is None:
+            yield
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, 1)
+            yield
+        finally:
+            os.dup2(saved, 1)
+            os.close(saved)
+            os.close(null)
+
+
+def _copy_of_output() -> int | None:
+    """A file descriptor of the standard output, with all that was written; None where there is none, as in a daemon."""
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            sys.stdout.flush()
+    try:
+        return os.dup(1)
+    except OSError:
+        return None

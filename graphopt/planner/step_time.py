@@ -28,7 +28,12 @@ _LEFT = {aten.mm.default: 0, aten.addmm.default: 1}
 
 
 def machine_times(device: torch.device, dtype: torch.dtype) -> ProductTimes:
-    """Times of products apart from those that orders of contraction are chosen by, which a checkpoint remembers."""
+    """Times of products apart from those that orders of contraction are chosen by, which a checkpoint remembers.
+
+    Integers and numbers of a byte, of which no random matrices can be drawn, are taken to be as fast as float32.
+    """
+    if dtype.itemsize == 1 or not (dtype.is_floating_point or dtype.is_complex):
+        dtype = torch.float32
     return _times_of(device, dtype, machine(device, dtype))
 
 

@@ -5,13 +5,10 @@ The same texts go to torch's structured trace, so that TORCH_TRACE and tlparse s
 
 from __future__ import annotations
 
-import difflib
 import html
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -20,12 +17,11 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from graphopt import compat
-from graphopt.analysis.liveness import module_path
 from graphopt.compat.aot import ABSENT
-from graphopt.graph import TrainingGraph, ancestors
-from graphopt.planner.plan import Plan
-from graphopt.report.picture import block_name, block_picture
-from graphopt.report.provenance import SourceLine, source_line
+from graphopt.graph import TrainingGraph
+from graphopt.report.files import json_text, make_folder_of
+from graphopt.report.picture import block_picture
+from graphopt.report.provenance import SourceLine, lines_of_code
 from graphopt.report.python_text import broken, node_names, readable
 
 if TYPE_CHECKING:
@@ -42,20 +38,21 @@ ABOUT = {
 }
 
 
-def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> list[Path]:
+def dump(directory: str | Path, report: Report, step: RegionStep | None) -> list[Path]:
     """Write every artifact to `directory`, which is made if need be.
 
     Args:
-        graph: as captured.
-        plan: its passes are run again to show the graph after each.
+        report: of what was captured, whose passes are run again to show the graph after each.
         step: the compiled step, whose forward and backward graphs are added; None before the first call.
     Returns:
         The files written.
+    Raises:
+        InputError: nothing can be written there.
     """
     folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder_of(folder / "index.html")
     written = []
-    for name, text in artifacts(graph, plan, report, step):
+    for name, text in artifacts(report, step):
         path = folder / name
         path.write_text(text, encoding="utf-8")
         compat.trace_artifact(f"graphopt_{name}", text)
@@ -65,30 +62,27 @@ def dump(directory: str | Path, graph: TrainingGraph, plan: Plan, report: Report
     return [*written, index]
 
 
-def artifacts(graph: TrainingGraph, plan: Plan, report: Report, step: RegionStep | None) -> Iterator[tuple[str, str]]:
+def artifacts(report: Report, step: RegionStep | None) -> Iterator[tuple[str, str]]:
     """(file name, text) of every artifact."""
-    stage = 0
+    assert report.source is not None
+    graph, stages = report.source.graph, report.source.stages
     decisions = {row.name: f"{'trained' if row.trained else 'not trained'}: {row.why}" for row in report.tensors}
-    yield f"{stage}_captured.py", readable(graph, True, decisions)
-    current, before = graph, readable(graph)
-    for rewrite in plan.passes:
-        stage += 1
-        current, _ = replace(plan, passes=(rewrite,)).rewrite(current)
-        after = readable(current)
-        yield f"{stage}_{rewrite.name}.py", readable(current, True, decisions)
-        yield f"{stage}_{rewrite.name}.diff", unified_diff(before, after, rewrite.name)
-        before = after
+    yield "0_captured.py", readable(graph, True, decisions)
+    for number, stage in enumerate(stages, 1):
+        name = re.sub(r"[^\w.-]", "_", stage.report.name)  # of a user's pass, which may hold anything
+        yield f"{number}_{name}.py", readable(stage.graph, True, decisions)
+        yield f"{number}_{name}.diff", stage.diff
     size = graph.batch_size if step is None else step.graph.batch_size
     known = {} if step is None else {node.name: name for node, name in node_names(step.graph).items() if node.op == "placeholder"}
     for number, halves in enumerate(() if step is None else step.halves):
         part = f"_{number}" if number else ""  # after a graph break
         for name, half in zip(("forward", "backward"), halves, strict=True):
             names = {**_absent(half), **({} if number else known)}
-            yield f"{stage + 1}_{name}{part}.py", _compiled(half, f"batch {size}", names)
-    yield "provenance.txt", provenance(graph, current, decisions)
-    yield "blocks.svg", block_picture(graph, current)
+            yield f"{len(stages) + 1}_{name}{part}.py", _compiled(half, f"batch {size}", names)
+    yield "provenance.txt", provenance(graph, report.source.rewritten, decisions)
+    yield "blocks.svg", block_picture(graph, report.source.rewritten)
     yield "report.txt", f"{report}\n"
-    yield "report.json", json.dumps(report.to_dict(), indent=2) + "\n"
+    yield "report.json", json_text(report.to_dict()) + "\n"
     yield "report.html", report.to_html()
 
 
@@ -98,30 +92,18 @@ def _absent(half: fx.GraphModule) -> dict[str, str]:
     return {name: f"absent_gradient_{number}" for number, name in enumerate(absent)}
 
 
-def unified_diff(before: str, after: str, name: str) -> str:
-    """A unified diff of two readable graphs."""
-    lines = difflib.unified_diff(
-        before.splitlines(keepends=True), after.splitlines(keepends=True), f"before {name}", f"after {name}", n=1
-    )
-    return "".join(lines)
-
-
 def provenance(before: TrainingGraph, after: TrainingGraph, decisions: Mapping[str, str]) -> str:
     """By block and line of the model's code: its operators, forward and backward, and the decisions on the tensors it reads.
 
     Args:
         before, after: as captured, and as the passes leave it; operators that are gone there are marked with "-".
     """
-    forward = ancestors(before.forward_results())
     kept = {node.name for node in after.graph.nodes}
     parameters = before.parameter_nodes()
     found: dict[tuple[str, SourceLine], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for node in before.graph.nodes:
-        line = source_line(node) if node.op == "call_function" else None
-        if line is None:
-            continue
-        entry = found[block_name(module_path(node) + ".weight"), line]
-        entry["forward" if node in forward else "backward"].append(node.name if node.name in kept else f"-{node.name}")
+    for where, line, node, is_forward in lines_of_code(before):
+        entry = found[where, line]
+        entry["forward" if is_forward else "backward"].append(node.name if node.name in kept else f"-{node.name}")
         for name in (parameters[n] for n in node.all_input_nodes if n in parameters):
             if name not in entry["tensors"]:
                 entry["tensors"].append(name)

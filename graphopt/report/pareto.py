@@ -6,37 +6,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from graphopt.planner.guidance import Worth, cliffs
 from graphopt.planner.pareto import Point
+from graphopt.report.tables import table
 from graphopt.report.units import BYTE_UNITS, in_bytes, in_percent, unit_of
 
 
 def show_points(points: Sequence[Point], console: Console) -> None:
     """Print one row per plan."""
-    table = Table(title="Plans of which none is worse than another in everything")
-    for column in ("FLOPs", "peak", "importance kept", "trained", "compressed", "segments computed again"):
-        table.add_column(column, justify="right")
-    for p in points:
-        table.add_row(
-            in_percent(p.flops_ratio), in_bytes(p.peak_bytes), in_percent(p.importance), str(p.trained), str(p.compressed),
-            str(p.recomputed),
-        )  # fmt: skip
-    console.print(table)
+    rows = [
+        (in_percent(p.flops_ratio), in_bytes(p.peak_bytes), in_percent(p.importance), p.trained, p.compressed, p.recomputed)
+        for p in points
+    ]
+    columns = ("FLOPs", "peak", "importance kept", "trained", "compressed", "segments computed again")
+    console.print(table(columns, rows, 0, "Plans of which none is worse than another in everything"))
 
 
 def show_worth(curve: Sequence[Worth], console: Console) -> None:
     """Print what each budget on FLOPs buys, every tenth of a full step and at the cliffs, where a little more buys much."""
     steep = cliffs(curve)
-    table = Table(title="What a budget on FLOPs trains")
-    for column in ("FLOPs", "value trained", "tensors", ""):
-        table.add_column(column, justify="left" if not column else "right")
-    for worth in curve:
-        if worth.flops in steep or worth is curve[0] or round(worth.flops * 100) % 10 == 0:
-            note = "a cliff: less trains much less" if worth.flops in steep else ""
-            table.add_row(f"{worth.flops:.2f}", in_percent(worth.value), str(worth.trained), note)
-    console.print(table)
+    rows = [
+        (f"{w.flops:.2f}", in_percent(w.value), w.trained, "a cliff: less trains much less" if w.flops in steep else "")
+        for w in curve
+        if w.flops in steep or w is curve[0] or round(w.flops * 100) % 10 == 0
+    ]
+    console.print(table(("FLOPs", "value trained", "tensors", ""), rows, ("",), "What a budget on FLOPs trains"))
 
 
 def plot_points(points: Sequence[Point], path: Path, title: str = "") -> None:
@@ -67,7 +62,7 @@ def plot_points(points: Sequence[Point], path: Path, title: str = "") -> None:
         axes.annotate("full training", at, (0, 11), textcoords="offset points", ha="center", fontsize=9)
     figure.colorbar(drawn, ax=axes, label="importance kept")
     axes.set(xlabel="FLOPs of a step / full training's", ylabel=f"peak memory, {unit} (large: gradients compressed)")
-    axes.set_title(title or "Plans of which none is worse than another in everything", fontsize=11)
+    axes.set_title(title or "Plans of which none is worse than another in everything", fontsize=11, parse_math=False)
     axes.margins(y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

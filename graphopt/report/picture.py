@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from torch import fx
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.graph import TrainingGraph, ancestors
+from graphopt.report.provenance import block_name
 from graphopt.report.units import FLOP_UNITS, unit_of
 
 
@@ -45,12 +45,6 @@ def blocks(before: TrainingGraph, after: TrainingGraph) -> list[Block]:
                 setattr(found[name], attribute, backward)
                 found[name].forward = forward
     return list(found.values())
-
-
-def block_name(parameter: str) -> str:
-    """`encoder.layer.3.output.dense.weight` belongs to `encoder.layer.3`; without an index, to its module."""
-    match = re.match(r"(.*?\.\d+)(\.|$)", parameter)
-    return match.group(1) if match else parameter.rpartition(".")[0] or parameter
 
 
 def _execution_order(graph: TrainingGraph) -> list[str]:
@@ -94,7 +88,9 @@ def block_picture(before: TrainingGraph, after: TrainingGraph) -> str:
     before_passes = [b.backward_before / scale for b in rows]
     axes.barh(heights, before_passes, left=left, color="#eee", edgecolor="#bbb", label="backward, cut")
     axes.barh(heights, [b.backward_after / scale for b in rows], left=left, color="#d96", label="backward, kept")
-    axes.set_yticks(list(heights), [f"{b.name}  ({b.trained}/{b.parameters} trained)" for b in rows], fontsize=8)
+    axes.set_yticks(
+        list(heights), [f"{b.name}  ({b.trained}/{b.parameters} trained)" for b in rows], fontsize=8, parse_math=False
+    )
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} at batch {before.batch_size} (input at the top, output at the bottom)")
     axes.set_title("FLOPs of the model's blocks, and what the passes leave out", fontsize=10, loc="left")

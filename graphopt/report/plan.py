@@ -30,6 +30,10 @@ class StepClock:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=32))
     _last: tuple[Any, float] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the step, which holds graphs and compiled code."""
+        return {**self.__dict__, "_last": None}
+
     def tick(self, step: Any) -> None:
         """A forward of `step` begins; where another ran before, or was compiled meanwhile, nothing is measured."""
         now = time.perf_counter()
@@ -54,7 +58,8 @@ class PlanSummary:
         predicted: "seconds" of the forward and backward that ran last, in all graphs (see `step_seconds`), once measured thrice;
             "peak_bytes" where memory is limited. None otherwise.
         measured: "seconds" of a training step, optimizer and data loading included; "forward_backward" of the step that ran last,
-            where that is not an accelerator's; "peak_bytes" of the device's allocator, where it has one. None otherwise.
+            where that is not an accelerator's; "peak_bytes" of the allocator of the model's device, where it has one, since the
+            program began. None otherwise.
     """
 
     contributions: list[dict[str, Any]]
@@ -71,6 +76,7 @@ def summarise(
     clock: StepClock,
     step: RegionStep | None = None,
     fuses: bool = False,
+    device: torch.device | None = None,
 ) -> PlanSummary:
     """Gather a summary.
 
@@ -80,6 +86,7 @@ def summarise(
             the predicted peak, where it is limited.
         step: that ran last.
         fuses: see `step_seconds`.
+        device: that the model is on.
     """
     limits = {name: limit for name, limit in plan.budget.stated().items() if name in used}
     remaining = {name: {"limit": limit, "used": used[name], "left": limit - used[name]} for name, limit in limits.items()}
@@ -104,7 +111,7 @@ def summarise(
         not_needed={**unchanged, **plan.not_needed},
         remaining=remaining,
         predicted={"seconds": predicted, "peak_bytes": used.get("memory")},
-        measured={"seconds": median(clock.seconds), "forward_backward": ran, "peak_bytes": _allocated_peak()},
+        measured={"seconds": median(clock.seconds), "forward_backward": ran, "peak_bytes": _allocated_peak(device)},
     )
 
 
@@ -137,6 +144,7 @@ def plan_lines(summary: PlanSummary) -> list[str]:
     return lines
 
 
-def _allocated_peak() -> float | None:
-    """The most that the device's allocator has given out since the program began, or its statistics were reset."""
-    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+def _allocated_peak(device: torch.device | None) -> float | None:
+    """The most that a device's allocator has given out since the program began, or its statistics were reset."""
+    peak = None if device is None else getattr(getattr(torch, device.type, None), "max_memory_allocated", None)
+    return None if peak is None else float(peak(device)) or None  # 0: nothing has run there

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import fx
+
+from graphopt.analysis.liveness import module_path
+from graphopt.graph import TrainingGraph, ancestors
 
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n *(.*)')
 
@@ -48,3 +52,17 @@ def _innermost(trace: str) -> SourceLine | None:
         return None
     file, number, function, code = frames[-1]
     return SourceLine(file, int(number), function, code.strip())
+
+
+def block_name(parameter: str) -> str:
+    """`encoder.layer.3.output.dense.weight` belongs to `encoder.layer.3`; without an index, to its module."""
+    match = re.match(r"(.*?\.\d+)(\.|$)", parameter)
+    return match.group(1) if match else parameter.rpartition(".")[0] or parameter
+
+
+def lines_of_code(graph: TrainingGraph) -> Iterator[tuple[str, SourceLine, fx.Node, bool]]:
+    """(block, line, operator, whether it is one of the forward) of every operator that comes from a line of the model's code."""
+    forward = ancestors(graph.forward_results())
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and (line := source_line(node)) is not None:
+            yield block_name(module_path(node) + ".weight"), line, node, node in forward

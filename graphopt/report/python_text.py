@@ -65,13 +65,8 @@ def readable(graph: TrainingGraph, sources: bool = False, decisions: Mapping[str
 
 def node_names(graph: TrainingGraph) -> dict[fx.Node, str]:
     """A Python name for every node: inputs by what they are, the others as the graph has them."""
-    taken = {node.name for node in graph.graph.nodes if node.op != "placeholder"} | {
-        "B",
-        "torch",
-        "step",
-        "getitem",
-        *keyword.kwlist,
-    }
+    taken = {"B", "torch", "operator", "step", "getitem", *keyword.kwlist}  # that the text itself uses
+    taken |= {node.name for node in graph.graph.nodes if node.op != "placeholder"}
     taken |= {n.target.namespace for n in graph.graph.nodes if isinstance(n.target, compat.OpOverload)}
     names: dict[fx.Node, str] = {}
     for desc, node in zip(graph.inputs, graph.placeholders, strict=True):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import fx
-
 from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.kept import kept
 from graphopt.graph import TrainingGraph
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.flops_limit import FlopsLimit
@@ -45,16 +41,9 @@ class SelectionSummary:
     raised: tuple[str, float] | None = None
 
 
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[str, ...], BackwardCosts]] = weakref.WeakKeyDictionary()
-
-
 def selection_problem(plan: Plan, graph: TrainingGraph, captured: FlopProfile) -> BackwardCosts:
     """The problem that a plan's selection solves; kept, as a report may be asked for in every step."""
-    found = _known.setdefault(graph.module, {})
-    passes = tuple(p.name for p in plan.passes)
-    if passes not in found:
-        found[passes] = FlopsLimit(plan, graph, captured).costs
-    return found[passes]
+    return kept(graph, "selection", tuple(p.name for p in plan.passes), lambda: FlopsLimit(plan, graph, captured).costs)
 
 
 def summarise_selection(plan: Plan, graph: TrainingGraph, captured: FlopProfile) -> SelectionSummary | None:
@@ -67,27 +56,25 @@ def summarise_selection(plan: Plan, graph: TrainingGraph, captured: FlopProfile)
     if plan.selection is None or plan.importance is None or plan.budget.flops is None:
         return None
     costs, trained = selection_problem(plan, graph, captured), frozenset(plan.selection.names)
-    values = tuple(max(0.0, plan.importance.values.get(name, 0.0)) for name in costs.names)
-    shapes = {row.name: row.shape for row in captured.tensors}
-    chosen = [k for k, name in enumerate(costs.names) if name in trained]
-    spare = max(0, costs.cost(chosen) - costs.affordable(plan.budget.flops))  # that passes after the selection save
-    alternatives, curve = _compared(costs, values, tuple(shapes[n] for n in costs.names), plan.budget.flops, spare)
-    value, total = math.fsum(values[k] for k in chosen), math.fsum(values) or 1.0
-    better, selection = next_better(curve, plan.budget.flops), plan.selection
-    rule, others = plan.importance.source, dict(alternatives)
-    return SelectionSummary(rule, value / total, others, cliffs(curve), better, selection.missed, selection.raised)
+    values, ratio = tuple(max(0.0, plan.importance.values.get(name, 0.0)) for name in costs.names), plan.budget.flops
+    chosen, total = [k for k, name in enumerate(costs.names) if name in trained], math.fsum(values) or 1.0
+    spare = max(0, costs.cost(chosen) - costs.affordable(ratio))  # that passes after the selection save
 
+    def compared() -> tuple[dict[str, float], tuple[Worth, ...]]:
+        shapes, limit = {row.name: row.shape for row in captured.tensors}, costs.affordable(ratio) + spare
+        found = {name: math.fsum(values[k] for k in rule(costs, shapes, limit)) / total for name, rule in SIMPLE_RULES.items()}
+        return found, worth_of_flops(costs, values, (ratio,), spare)
 
-@functools.lru_cache(maxsize=8)  # a report may be asked for in every step
-def _compared(
-    costs: BackwardCosts, values: tuple[float, ...], shapes: tuple[tuple[int, ...], ...], ratio: float, spare_flops: int
-) -> tuple[tuple[tuple[str, float], ...], tuple[Worth, ...]]:
-    by_name: Mapping[str, tuple[int, ...]] = dict(zip(costs.names, shapes, strict=True))
-    total, limit = math.fsum(values) or 1.0, costs.affordable(ratio) + spare_flops
-    found = []
-    for name, rule in SIMPLE_RULES.items():
-        found.append((name, math.fsum(values[k] for k in rule(costs, by_name, limit)) / total))
-    return tuple(found), worth_of_flops(costs, values, (ratio,), spare_flops)
+    alternatives, curve = kept(graph, "compared", (tuple(p.name for p in plan.passes), values, ratio, spare), compared)
+    return SelectionSummary(
+        plan.importance.source,
+        math.fsum(values[k] for k in chosen) / total,
+        dict(alternatives),
+        cliffs(curve),
+        next_better(curve, ratio),
+        plan.selection.missed,
+        plan.selection.raised,
+    )
 
 
 def selection_lines(summary: SelectionSummary) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 
 from graphopt.analysis.communication import Communication, communication
 from graphopt.analysis.flops import FlopProfile
-from graphopt.analysis.optimizers import OptimizerFactory
+from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
+from graphopt.budget import parse_bytes
 from graphopt.errors import GraphoptError
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
@@ -20,10 +21,12 @@ from graphopt.passes.state import State
 from graphopt.passes.technique import technique
 from graphopt.planner.pareto import Point
 from graphopt.planner.plan import Plan
-from graphopt.report.html.details import Source, page
+from graphopt.report.files import make_folder_of
+from graphopt.report.html.details import page
 from graphopt.report.plan import PlanSummary, StepClock, summarise
 from graphopt.report.progress import stages_told, watched
 from graphopt.report.selection import SelectionSummary, summarise_selection
+from graphopt.report.source import Source
 from graphopt.report.tensors import TensorRow, tensor_rows
 from graphopt.report.text import report_text, verdict
 from graphopt.runtime.captures import Captures
@@ -31,8 +34,11 @@ from graphopt.runtime.captures import Captures
 SCHEMA = 1
 """Version of what `Report.to_dict` returns; docs/report.md has its fields."""
 
+PLANNED = "as planned"
+"""The optimizer that a limit on memory was kept for; without one AdamW."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """What optimisation did, at the batch size of the example that the plan was made on (of the last step, where steps are
     sampled); FLOPs are 2 per multiply-add.
@@ -58,32 +64,33 @@ class Report:
         tensors: a row for every parameter: what its gradient costs, what it is worth, and why it is trained or not.
         communication: bytes that a step hands to other ranks; without a mesh none.
         lines: the sections for people.
+        source: what pages and dumps are made from; None where nothing was captured, and after unpickling.
     """
 
     budget: dict[str, float | int]
-    passes: list[str]
-    approximations: list[str]
+    passes: list[str] = field(default_factory=list)
+    approximations: list[str] = field(default_factory=list)
     trained: int
     trainable: int
     selected: list[str]
-    cut: list[str]
-    forward_flops: int
-    backward_flops: int
-    full_step_flops: int
-    step_flops: int
-    flops_ratio: float
-    batch_size: int
-    importance: str
-    solver: str
+    cut: list[str] = field(default_factory=list)
+    forward_flops: int = 0
+    backward_flops: int = 0
+    full_step_flops: int = 0
+    step_flops: int = 0
+    flops_ratio: float = 1.0
+    batch_size: int = 0
+    importance: str = ""
+    solver: str = ""
     batch: str
     device: str
     backend: str
-    captures: int
-    compilations: int
-    capture_seconds: float
-    compile_seconds: float
-    rewrite_seconds: float
-    select_seconds: float
+    captures: int = 0
+    compilations: int = 0
+    capture_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+    select_seconds: float = 0.0
     notes: list[str]
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     left_alone: dict[str, str] = field(default_factory=dict)
@@ -92,7 +99,7 @@ class Report:
     tensors: list[TensorRow] = field(default_factory=list)
     communication: Communication = field(default_factory=lambda: Communication(()))
     lines: list[str] = field(default_factory=list)
-    _source: Source | None = field(default=None, repr=False, compare=False)
+    source: Source | None = field(default=None, repr=False, compare=False)
 
     @property
     def verdict(self) -> str:
@@ -101,8 +108,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON; docs/report.md describes them."""
-        values = asdict(replace(self, lines=[], _source=None))
-        shown = {name: value for name, value in values.items() if name not in ("lines", "_source")}
+        values = asdict(replace(self, lines=[], source=None))
+        shown = {name: value for name, value in values.items() if name not in ("lines", "source")}
         return {"schema": SCHEMA, "verdict": self.verdict, **shown}
 
     def to_html(
@@ -110,7 +117,7 @@ class Report:
         path: str | Path | None = None,
         *,
         title: str = "",
-        optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = "adamw",
+        optimizer: str | OptimizerFactory | torch.optim.Optimizer | None = PLANNED,
         device_memory: int | str | None = None,
         front: Sequence[Point] = (),
     ) -> str:
@@ -122,19 +129,23 @@ class Report:
         Args:
             path: a file to write the page to, as well.
             title: of the page.
-            optimizer: whose states count in the memory; see `graphopt.analyze`.
+            optimizer: whose states count in the memory, see `graphopt.analyze`; by default those of the optimizer that the plan
+                keeps to a limit on memory for, and of AdamW where there is no such limit.
             device_memory: of the device, such as "24GiB", to be compared with the peak.
             front: plans over FLOPs, memory and value, by `graphopt.pareto`.
         Raises:
             GraphoptError: nothing was captured, as with GRAPHOPT_DISABLE=1: there is nothing to draw.
+            InputError, BudgetError: an argument will not do, or the file cannot be written.
         """
-        if self._source is None:
+        if self.source is None:
             raise GraphoptError(f"there is no graph to draw a page of: {self.verdict} print(report) says what is known.")
-        source = replace(
-            self._source, optimizer=optimizer, device_memory=device_memory, front=tuple(front), title=title or self._source.title
-        )
+        if optimizer == PLANNED:
+            optimizer = self.source.plan.memory.optimizer if self.source.plan.memory is not None else "adamw"
+        check_optimizer(optimizer)
+        device = None if device_memory is None else parse_bytes(device_memory)
+        make_folder_of(None if path is None else Path(path))
         with stages_told(quiet=not watched()):
-            text = page(source, self.to_dict())
+            text = page(self.source, self.to_dict(), optimizer, device, front, title or "Training step")
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
@@ -145,7 +156,7 @@ class Report:
         return f"<p><strong>{escape(self.verdict)}</strong></p><details><summary>Report</summary><pre>{text}</pre></details>"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_source": None}
+        return {**self.__dict__, "source": None}
 
     def __str__(self) -> str:
         return report_text(self)
@@ -173,7 +184,8 @@ def make_report(
     """
     trainable = list(flops.order)
     selected = [n for n in trainable if plan.train is None or n in plan.train]
-    cut = [n for n in trainable if n not in set(selected)]
+    chosen = frozenset(selected)
+    cut = [n for n in trainable if n not in chosen]
     in_eager_mode = step is None and bool(fallbacks)
     size = step.graph.batch_size if step is not None and flops.symbolic else flops.batch_size
     captured, flops = flops, flops.at(size)  # rows that are left out are counted for one batch size
@@ -200,7 +212,7 @@ def make_report(
     for section in sections.values():
         used |= section.used
     others = [collective for state in states.values() for collective in state.collectives]
-    summary = summarise(plan, reports, used, clock or StepClock(), step, captures.backend == "inductor")
+    summary = summarise(plan, reports, used, clock or StepClock(), step, captures.backend == "inductor", graph.example.device)
     return Report(
         budget=plan.budget.stated(),
         passes=[p.name for p in plan.passes if p.name not in summary.not_needed],
@@ -219,7 +231,7 @@ def make_report(
         importance=plan.importance.source if plan.importance else "",
         solver=plan.selection.solver if plan.selection else "",
         batch="symbolic (any size)" if graph.symbolic else f"as in the example: {graph.static_reason}",
-        device=next((str(n.meta["val"].device) for n in graph.placeholders), "cpu"),
+        device=str(graph.example.device),
         backend=captures.backend if isinstance(captures.backend, str) else getattr(captures.backend, "__name__", "callable"),
         captures=counters.captures,
         compilations=counters.compilations,
@@ -234,5 +246,7 @@ def make_report(
         tensors=tensor_rows(plan, graph, captured, flops, ratio),
         communication=Communication((*communication(*graphs).collectives, *others)),
         lines=[line for section in sections.values() for line in section.lines],
-        _source=Source(graph, plan, captured, captures.backend if captures.backend == "inductor" else "aot_eager"),
+        source=Source(
+            replace(graph, batch_size=size), plan, flops, "inductor" if captures.backend == "inductor" else "aot_eager"
+        ),
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from graphopt.analysis.flops import FlopProfile
+from graphopt.analysis.kept import kept
 from graphopt.graph import TrainingGraph
 from graphopt.planner.costs import BackwardCosts
 from graphopt.planner.plan import Plan
@@ -55,8 +56,9 @@ def tensor_rows(plan: Plan, graph: TrainingGraph, captured: FlopProfile, flops: 
         ratio: FLOPs of the step over full training's.
     """
     selecting = selection_problem(plan, graph, captured)
+    alone = kept(graph, "alone", tuple(p.name for p in plan.passes), lambda: _sums(selecting.names, selecting.classes))
     trained = frozenset(selecting.names) if plan.train is None else plan.train & frozenset(selecting.names)
-    extra, alone = _marginal(selecting, trained)
+    extra = _sums(selecting.names, _needed_by_none_or_one(selecting, trained))
     values = {} if plan.importance is None else plan.importance.values
     total = math.fsum(max(0.0, value) for value in values.values()) or 1.0
     wanted = {p.name: p.trainable for p in graph.parameters}
@@ -92,17 +94,22 @@ class _Fact:
     value: float | None
 
 
-def _marginal(costs: BackwardCosts, trained: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:
-    """By tensor, the backward FLOPs that nothing else that is trained needs, and those of training it alone."""
-    extra, alone = dict.fromkeys(costs.names, 0), dict.fromkeys(costs.names, 0)
-    inside = {k for k, name in enumerate(costs.names) if name in trained}
-    for members, flops in costs.classes:
-        needing = members & inside
+def _sums(names: Sequence[str], classes: Iterable[tuple[Collection[int], int]]) -> dict[str, int]:
+    """By name, the FLOPs of the classes that have its number."""
+    found = dict.fromkeys(names, 0)
+    for members, flops in classes:
         for k in members:
-            alone[costs.names[k]] += flops
-            if not needing or needing == {k}:
-                extra[costs.names[k]] += flops
-    return extra, alone
+            found[names[k]] += flops
+    return found
+
+
+def _needed_by_none_or_one(costs: BackwardCosts, trained: frozenset[str]) -> Iterator[tuple[Collection[int], int]]:
+    """Classes that nothing needs that is trained, with all that would; and those that one tensor needs, with that one."""
+    inside = sum(1 << k for k, name in enumerate(costs.names) if name in trained)
+    for (members, flops), (mask, _) in zip(costs.classes, costs.masks, strict=True):
+        needing = mask & inside
+        if not needing & (needing - 1):
+            yield (needing.bit_length() - 1,) if needing else members, flops
 
 
 def _without_gradient(wanted: bool) -> tuple[Status, str]:

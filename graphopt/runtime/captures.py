@@ -100,11 +100,6 @@ class Captures:
             logger.warning("the backward is not sampled: %s", reason)
         return reason
 
-    def batch_size(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Samples of this call."""
-        inputs = flatten_call(args, kwargs)
-        return batch_size_of(inputs, batch_dims_of(inputs, self.batch_dim)) or 1
-
     def snapshot(self) -> Any:
         """Generators, and the times by which orders were chosen; see `Stateful`."""
         return {"uniforms": self.uniforms.snapshot(), "product_times": used_times()}

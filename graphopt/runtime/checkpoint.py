@@ -11,9 +11,11 @@ meet the one that is stated. A model that runs as it is (`DisabledModule`) has n
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,13 +24,14 @@ from torch import nn
 import graphopt
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, InputError
+from graphopt.frontend.accepted import require_optimizer
 from graphopt.passes.technique import technique
 from graphopt.planner.importance import Importance
 from graphopt.planner.plan import Plan
 from graphopt.planner.selection import Selection
 from graphopt.runtime.load_optimizer import load_optimizer
 from graphopt.runtime.plain_values import from_plain, to_plain
-from graphopt.runtime.state_file import read_state, write_state
+from graphopt.runtime.state_file import OtherVersion, holds, read_state, write_state
 from graphopt.runtime.stateful import Stateful
 
 Parts = Mapping[str, Stateful]
@@ -43,7 +46,7 @@ class _PlanState:
     """Decisions of a `Plan`, and what they were taken for."""
 
     budget: dict[str, Any]
-    passes: list[dict[str, Any]]
+    passes: list[str]
     train: frozenset[str] | None
     selection: Selection | None
     importance: Importance | None
@@ -98,6 +101,7 @@ def save(
         plan: None: the model runs as it is.
         kept: what `held` returned, all of which but the optimizer's state stays as it is.
     """
+    require_optimizer(optimizer)
     held = {name: part.snapshot() for name, part in parts.items()}
     state = _State(
         versions={"graphopt": graphopt.__version__, "torch": torch.__version__},
@@ -111,13 +115,20 @@ def save(
 
 
 def held(path: str | os.PathLike[str], model: nn.Module) -> dict[str, Any] | None:
-    """A checkpoint of this model that holds a plan, as it was read; None if there is none such at `path`."""
-    with contextlib.suppress(InputError):
+    """A checkpoint of this model that holds a plan, as it was read; None if there is none such at `path`.
+
+    Raises:
+        InputError: another version of graphopt wrote it: what it holds is not known.
+    """
+    try:
         tree = read_state(path)
         saved = from_plain(_State, tree, "the state")
         _check_model(saved.parameters, _shapes(model))
-        return tree if saved.plan is not None else None
-    return None
+    except OtherVersion as error:
+        raise InputError(f"{error} A plan that it may hold would be lost here: give another path.") from error
+    except InputError:
+        return None
+    return tree if saved.plan is not None else None
 
 
 def prepare(
@@ -199,8 +210,12 @@ def _plan_state(plan: Plan) -> _PlanState:
 def _prepared_plan(saved: _PlanState, plan: Plan, parameters: Mapping[str, Any]) -> Plan:
     """`plan` with the decisions of a checkpoint."""
     ours, budget = _plan_state(plan), _budget(saved.budget, plan.budget)
-    if repr(saved.passes) != repr(ours.passes):
-        raise InputError(f"{_difference(saved.passes, ours.passes)}: call optimize() with the passes that it was saved with.")
+    for then, now in itertools.zip_longest(saved.passes, ours.passes, fillvalue="none"):
+        if then != now:
+            raise InputError(
+                f"it was saved with other passes ({then}; this model has {now}): call optimize() with the passes that it was "
+                "saved with."
+            )
     chosen = set() if saved.selection is None else set(saved.selection.names)
     unknown = sorted(((saved.train or set()) | chosen) - set(parameters))
     if unknown:
@@ -244,35 +259,16 @@ def _loading(plan: Plan) -> list[Any]:
     return [p for p in plan.passes if technique(p).decides is not None]
 
 
-def _described(rewrite: Any) -> dict[str, Any]:
-    """A pass and its options, as plain values."""
-    options = {f.name: _plain_option(getattr(rewrite, f.name)) for f in fields(rewrite)} if is_dataclass(rewrite) else {}
-    return {"name": rewrite.name, "type": type(rewrite).__name__, "options": options}
+def _described(rewrite: Any) -> str:
+    """A pass and its options, as a text that is the same in every process."""
+    options = to_plain(rewrite)
+    shown = ", ".join(f"{name}={_shown(value)}" for name, value in options.items()) if isinstance(options, dict) else ""
+    return re.sub(" at 0x[0-9a-f]+", "", f"{rewrite.name} by {type(rewrite).__name__}({shown})")
 
 
-def _plain_option(value: Any) -> Any:
-    """An option as something to compare; one that is no plain value counts by its type."""
-    plain = to_plain(value)
-    if isinstance(plain, dict):
-        return {str(k): _plain_option(v) for k, v in plain.items()}
-    if isinstance(plain, (list, tuple)):
-        return [_plain_option(v) for v in plain]
-    return plain if isinstance(plain, (bool, int, float, str, type(None))) else f"a {type(plain).__name__}"
-
-
-def _difference(saved: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
-    """What the passes of a checkpoint and of a model differ in."""
-    names = [[str(p.get("name")) for p in passes] for passes in (saved, ours)]
-    if names[0] != names[1]:
-        theirs, here = (", ".join(n) or "none" for n in names)
-        return f"it was saved with other passes ({theirs}; this model has {here})"
-    for then, now in zip(saved, ours, strict=True):
-        options = then.get("options")
-        for option, value in now["options"].items():
-            if not isinstance(options, dict) or repr(options.get(option)) != repr(value):
-                other = options.get(option) if isinstance(options, dict) else None
-                return f"it was saved with another pass {now['name']} ({option}={other!r}; this model has {value!r})"
-    return "it was saved with passes of other types"
+def _shown(option: Any) -> str:
+    """Of what is no plain value the type: what it shows of itself may change, and differ between processes."""
+    return repr(option) if holds(option) and not isinstance(option, torch.Tensor) else type(option).__name__
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, names: Names, parts: Mapping[str, Any]) -> _OptimizerState:
@@ -290,11 +286,10 @@ def _checked_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: N
             f"it was saved with {saved.optimizer.kind}, and this optimizer is {_kind(optimizer)}: make such a one, or load "
             "the state without an optimizer."
         )
-    theirs, ours = saved.optimizer.parameters, _parameters(optimizer, names)
-    if theirs != ours:
+    if saved.optimizer.parameters != _parameters(optimizer, names):
         raise InputError(
-            f"the optimizer steps other parameters, or the same in other groups or another order ({_first(theirs, ours)}): make "
-            "it as it was when the state was saved."
+            "the optimizer steps other parameters, or the same in other groups or another order: make it as it was when the "
+            "state was saved."
         )
     unknown = sorted(set(saved.optimizer.shared) - set(saved.parts))
     if unknown:
@@ -304,19 +299,9 @@ def _checked_optimizer(saved: _State, optimizer: torch.optim.Optimizer, names: N
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
     inner = getattr(optimizer, "inner", None)
-    return type(optimizer).__name__ if inner is None else f"{type(optimizer).__name__} of {type(inner).__name__}"
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"  # others than torch have an AdamW, with other states
+    return kind if inner is None else f"{kind} of {_kind(inner)}"
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Names) -> list[list[tuple[str, tuple[int, ...]]]]:
     return [[(names.get(id(p), ""), tuple(p.shape)) for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _first(theirs: list[list[tuple[str, tuple[int, ...]]]], ours: list[list[tuple[str, tuple[int, ...]]]]) -> str:
-    """The first difference, for people."""
-    for i, (one, other) in enumerate(zip(theirs, ours, strict=False)):
-        for a, b in zip(one, other, strict=False):
-            if a != b:
-                return f"group {i}: {a[0] or 'a parameter of its own'} {a[1]}, and here {b[0] or 'a parameter of its own'} {b[1]}"
-        if len(one) != len(other):
-            return f"group {i}: {len(one)} parameters, and here {len(other)}"
-    return f"{len(theirs)} groups, and here {len(ours)}"

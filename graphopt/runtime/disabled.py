@@ -7,7 +7,6 @@ states that are loaded and saved keep their plan, for when it is in force again.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
 from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
+from graphopt.report.files import json_text, make_folder_of
 from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
 from graphopt.runtime import checkpoint
@@ -72,19 +72,16 @@ class DisabledModule(OptimizedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         if not self._compiles or not torch.is_grad_enabled():
-            return self._model(*args, **kwargs)
+            return self._graphopt_model(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._running is None:
-            backend, note = self._captures.backend, self._fallback.note
-            self.__dict__["_running"] = Running(self._model, backend, Counters(), (), note, lambda: None, turn=self._turn)
-        return self._fallback.compiled_or_not(self, self._running, self._plan, args, kwargs)[0]
-
-    @property
-    def selected(self) -> frozenset[str]:
-        """Names of the parameters that are trained: all that require a gradient."""
-        return frozenset(name for name, p in self._model.named_parameters() if p.requires_grad)
+            backend, note = self.captures.backend, self._fallback.note
+            self.__dict__["_running"] = Running(
+                self._graphopt_model, backend, Counters(), (), note, lambda: None, turn=self._turn
+            )
+        return self._fallback.compiled_or_not(self, self._running, self.plan, args, kwargs)[0]
 
     @property
     def graph(self) -> TrainingGraph:
@@ -103,15 +100,16 @@ class DisabledModule(OptimizedModule):
     def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write the optimizer's state, beside the plan of the state that was loaded.
 
-        If none was loaded, the plan in the file that is overwritten stays there, with a warning.
+        If none was loaded, the plan in the file that is overwritten stays there, with a warning; one of another version is not
+        overwritten (`InputError`).
 
         Args, Raises:
             See `OptimizedModule.save_state`.
         """
         kept = self._kept
-        if kept is None and (kept := checkpoint.held(path, self._model)) is not None:
+        if kept is None and (kept := checkpoint.held(path, self._graphopt_model)) is not None:
             self.note(f"{path} holds a plan that was not loaded: it stays there, with the optimizer's state of this run")
-        checkpoint.save(path, self._model, None, self._parts(), optimizer, self._names(), kept)
+        checkpoint.save(path, self._graphopt_model, None, self._parts(), optimizer, self._names(), kept)
 
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load the optimizer's state. A plan is kept as it is, for `save_state`; its budget and passes are not compared.
@@ -119,35 +117,35 @@ class DisabledModule(OptimizedModule):
         Args, Raises:
             See `OptimizedModule.load_state`.
         """
-        prepare = functools.partial(checkpoint.prepare, path, self._model, None, self._parts(), optimizer, self._names())
-        _, load, restore = self._ranks.together(prepare, "loading a state")
-        kept = checkpoint.held(path, self._model)
+        prepare = functools.partial(checkpoint.prepare, path, self._graphopt_model, None, self._parts(), optimizer, self._names())
+        _, load, restore = self.ranks.together(prepare, "loading a state")
+        kept = checkpoint.held(path, self._graphopt_model)
         with put_back(optimizer):
-            self._ranks.together(load, "loading an optimizer's state")
+            self.ranks.together(load, "loading an optimizer's state")
         restore()
         self.__dict__["_kept"] = kept
 
     @property
     def report(self) -> Report:
         """That nothing was done, and why; FLOPs are not counted (0)."""
-        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        backend = self._captures.backend
+        trained = [name for name, p in self._graphopt_model.named_parameters() if p.requires_grad]
+        backend = self.captures.backend
         how = "as torch.compile has it" if self._compiles else "uncompiled"
         return Report(
-            budget=self._plan.budget.stated(), passes=[], approximations=[], trained=len(trained), trainable=len(trained),
-            selected=trained, cut=[], forward_flops=0, backward_flops=0, full_step_flops=0, step_flops=0, flops_ratio=1.0,
-            batch_size=0, importance="", solver="", batch=f"any: the model runs {how}",
-            device=str(next((p.device for p in self._model.parameters()), "cpu")),
-            backend=backend if isinstance(backend, str) else getattr(backend, "__name__", "callable"), captures=0,
-            compilations=0, capture_seconds=0.0, compile_seconds=0.0, rewrite_seconds=0.0, select_seconds=0.0,
+            budget=self.plan.budget.stated(),
+            trained=len(trained),
+            trainable=len(trained),
+            selected=trained,
+            batch=f"any: the model runs {how}",
+            device=str(next((p.device for p in self._graphopt_model.parameters()), "cpu")),
+            backend=backend if isinstance(backend, str) else getattr(backend, "__name__", "callable"),
             notes=[f"the model is trained as it is: {self._reason}"],
-            plan=summarise(self._plan, (), {"flops": 1.0, "variance": 0.0}, StepClock()),
-        )  # fmt: skip
+            plan=summarise(self.plan, (), {"flops": 1.0, "variance": 0.0}, StepClock()),
+        )
 
     def dump(self, directory: str | Path) -> list[Path]:
         """Write the report alone to `directory`; there is no graph."""
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "report.json"
-        path.write_text(json.dumps(self.report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        path = Path(directory) / "report.json"
+        make_folder_of(path)
+        path.write_text(json_text(self.report.to_dict()) + "\n", encoding="utf-8")
         return [path]

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -37,22 +38,38 @@ REPLACED = (
 TRANSFORMED = "the model was called inside a transform of torch.func (grad, vmap ...), where the model itself, uncompiled, runs"
 
 
+_IN_FORCE: WeakKeyDictionary[nn.Module, weakref.ref[Fallback]] = WeakKeyDictionary()
+
+
 class Fallback:
     """Runs a model in the place of its compiled steps.
 
     Attributes:
         notes: what did not run as planned so far, for the report.
         model_runs: how often the model itself stood in.
-        resting: gradients of tensors that are not selected are let through, see `OptimizedModule.rest`.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.notes: list[str] = []
         self.model_runs = 0
-        self.resting = False
         self._failures: Counter[Hashable] = Counter()
         self._hooks: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+
+    @property
+    def in_force(self) -> bool:
+        """Whether gradients of tensors that are not selected are dropped: of a model's plans, by the one that ran last."""
+        found = _IN_FORCE.get(self.model)
+        return found is not None and found() is self
+
+    def put_in_force(self) -> None:
+        """Have this plan, and no other, say which gradients are dropped."""
+        _IN_FORCE[self.model] = weakref.ref(self)
+
+    def rest(self) -> None:
+        """Let all gradients through, until it is put in force again."""
+        if self.in_force:
+            del _IN_FORCE[self.model]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without hooks, which copies of parameters do not have; what failed here is tried there."""
@@ -97,6 +114,7 @@ class Fallback:
         """Have tensors that are not selected lose any gradient that reaches them."""
         if opt is None or not opt.selects:
             return
+        self.put_in_force()
         first = not self._hooks
         parameters = dict(self.model.named_parameters())
         if any(not isinstance(p, nn.Parameter) for p in parameters.values()):
@@ -124,7 +142,7 @@ class DropGradient:
     def __call__(self, parameter: Tensor) -> None:
         """Drop the gradient, unless the parameter is selected now."""
         opt = None if self.opt is None else self.opt()
-        if opt is not None and not opt._fallback.resting and not opt.selects_tensor(self.name):
+        if opt is not None and opt._fallback.in_force and not opt.selects_tensor(self.name):
             parameter.grad = None
             for state in opt.states.values():
                 state.clear_gradients([self.name])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
@@ -14,19 +13,30 @@ from graphopt.calls import FlatInputs, batch_size_of
 from graphopt.errors import InputError, first_line
 from graphopt.frontend.step import RegionStep
 from graphopt.graph import TrainingGraph
+from graphopt.runtime.bounded_cache import BoundedCache
 
 logger = logging.getLogger(__name__)
 
 
+Shapes = tuple[torch.Size, ...]
+
+KEPT = 64
+"""Shapes that are known to have been looked at in a step."""
+
+
 class MemoryWatch:
-    """Predicts the peak of steps whose inputs are larger than the planned ones, or that train more, once per shape and step."""
+    """Predicts the peak of steps whose inputs are larger than those that are known to fit, or that train more.
+
+    Of inputs that are larger than some of which the user was told there is nothing new to tell.
+    """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[torch.Size, ...], weakref.ref[RegionStep]] = {}
+        self._seen: BoundedCache[Shapes, weakref.ref[RegionStep]] = BoundedCache(KEPT)
+        self._fitting: dict[Hashable, list[Shapes]] = {}
+        self._told: dict[Hashable, list[Shapes]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without steps: a copy has its own."""
-        return {"_seen": {}}
+    def __reduce__(self) -> tuple[type[MemoryWatch], tuple[()]]:
+        return MemoryWatch, ()  # a copy has its own steps
 
     def warning(
         self, step: RegionStep, inputs: FlatInputs, planned: TrainingGraph, captured: Callable[[], TrainingGraph]
@@ -42,9 +52,13 @@ class MemoryWatch:
         seen = self._seen.get(shapes)
         if limit is None or step.plan.measures or (seen is not None and seen() is step):
             return None
-        self._seen[shapes] = weakref.ref(step)
+        self._seen.put(shapes, weakref.ref(step))
         more = {p.name for graph in step.graphs for p in graph.trainable}.difference(p.name for p in planned.trainable)
+        kind = step.plan.key, frozenset(more)
+        fitting, told = self._fitting.setdefault(kind, []), self._told.setdefault(kind, [])
         if not more and _no_larger(shapes, _input_shapes(planned)):
+            return None
+        if any(_no_larger(shapes, known) for known in fitting) or any(_no_larger(known, shapes) for known in told):
             return None
         plan, size = step.plan.without_sampling(), _batch_size(inputs, planned) or step.graph.batch_size
         try:
@@ -54,6 +68,7 @@ class MemoryWatch:
         except Exception as error:  # training never dies of an optimisation
             logger.warning("the memory of a batch of %d cannot be predicted: %s", size, first_line(error))
             return None
+        (fitting if peak <= limit.peak_bytes else told).append(shapes)
         if peak <= limit.peak_bytes:
             return None
         given = ", ".join(str(tuple(shape)) for shape in shapes)
@@ -81,7 +96,7 @@ def _input_shapes(graph: TrainingGraph) -> list[tuple[int, ...]]:
     return [tuple(int(graph.at(size, graph.batch_size)) for size in by_position[i]) for i in sorted(by_position)]
 
 
-def _no_larger(shapes: tuple[torch.Size, ...], others: list[tuple[int, ...]]) -> bool:
+def _no_larger(shapes: Shapes, others: Sequence[tuple[int, ...]]) -> bool:
     return len(shapes) == len(others) and all(
         len(a) == len(b) and all(x <= y for x, y in zip(a, b, strict=True)) for a, b in zip(shapes, others, strict=True)
     )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from graphopt.analysis.flops import FlopProfile
 from graphopt.calls import as_call, flatten_call
 from graphopt.compat.fsdp import is_sharded
 from graphopt.distributed.agreement import in_common, plan_of_rank_0
+from graphopt.distributed.divided import is_parallel
 from graphopt.distributed.ranks import Ranks
 from graphopt.distributed.same_step import SameStep
 from graphopt.distributed.sharded_traffic import Traffic
-from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.distributed.wrapping import Wrapping
+from graphopt.frontend.accepted import require_optimizer
 from graphopt.frontend.running import Running
 from graphopt.graph import TrainingGraph
 from graphopt.loss import LossFunction
@@ -33,11 +34,10 @@ from graphopt.planner.product_times import used_times
 from graphopt.report.plan import StepClock
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.fallback import Fallback
-from graphopt.runtime.forward import left_out
 from graphopt.runtime.load_optimizer import put_back
 from graphopt.runtime.memory_watch import MemoryWatch
 from graphopt.runtime.planned_module import PlannedModule
-from graphopt.runtime.reselection import InForce, Reselection, select_anew
+from graphopt.runtime.reselection import Reselection, select_anew
 from graphopt.runtime.stateful import Controllers
 from graphopt.runtime.supply import Supply
 from graphopt.runtime.turn import Turn
@@ -50,7 +50,7 @@ class OptimizedModule(PlannedModule):
     It passes for the model: see `SharedModule`. With gradients enabled a call runs the compiled step, else the model itself.
     """
 
-    without_code = ("_running", "_last_step")
+    without_code = ("_running", "last_step")
     without_graphs = ("_graph", "_profile")
 
     def __init__(
@@ -66,44 +66,33 @@ class OptimizedModule(PlannedModule):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model)
-        self.__dict__["_ranks"] = ranks or Ranks.alone()
-        self.__dict__["_wrapping"] = Wrapping()
-        self.__dict__["_captures"] = captures
-        self.__dict__["_fallback"] = Fallback(model)
-        self.__dict__["_running"] = None
-        self.__dict__["_turn"] = Turn()
-        self.__dict__["_states"] = {}
         captures.several_graphs = several_graphs
-        self.__dict__["_fullgraph"] = fullgraph
-        self.__dict__["_graph"] = graph
-        self.__dict__["_plan"] = plan
-        self.__dict__["_loss"] = loss
-        self.__dict__["_last_step"] = None
-        self.__dict__["_select_seconds"] = select_seconds
-        self.__dict__["_profile"] = None
-        self.__dict__["_clock"] = StepClock()
-        self.__dict__["_memory"] = MemoryWatch()
-        self.__dict__["controllers"] = Controllers()
+        self.__dict__.update(
+            plan=plan, ranks=ranks or Ranks.alone(), states={}, controllers=Controllers(), captures=captures, last_step=None,
+            loss_given=loss, _graph=graph, _profile=None, _running=None, _fullgraph=fullgraph, _select_seconds=select_seconds,
+            _fallback=Fallback(model), _wrapping=Wrapping(), _turn=Turn(), _clock=StepClock(), _memory=MemoryWatch(),
+        )  # fmt: skip
 
     def start_techniques(self) -> None:
         """Make what techniques keep while training goes on; `optimize` does it."""
-        kept: dict[str, State | None] = {p.name: technique(p).start(self) for p in self._plan.passes}
+        kept: dict[str, State | None] = {p.name: technique(p).start(self) for p in self.plan.passes}
         kept |= {name: kind.stand_in(self) for name, kind in BY_NAME.items() if name not in kept}
-        kept["traffic"] = Traffic(self) if is_sharded(self._model) else None
-        kept["same step"] = SameStep(self) if self._ranks.several and is_parallel(self._model) else None
+        if self._graph is not None:  # else states are told of no steps
+            kept["traffic"] = Traffic(self) if is_sharded(self._graphopt_model) else None
+            kept["same step"] = SameStep(self) if self.ranks.several and is_parallel(self._graphopt_model) else None
         self.states.update((name, state) for name, state in kept.items() if state is not None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the model's, for gradients that a technique keeps elsewhere, too."""
-        self._model.zero_grad(set_to_none)
+        self._graphopt_model.zero_grad(set_to_none)
         for state in self.states.values():
             state.clear_gradients()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
-        if not torch.is_grad_enabled():
-            return self._model(*args, **kwargs)
-        return left_out(self._in_turn, args, kwargs) if torch.compiler.is_compiling() else self._in_turn(args, kwargs)
+        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+            return self._graphopt_model(*args, **kwargs)
+        return _left_out(self._in_turn, args, kwargs) if torch.compiler.is_compiling() else self._in_turn(args, kwargs)
 
     def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._turn.lock:
@@ -111,12 +100,12 @@ class OptimizedModule(PlannedModule):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step's forward, with what techniques do before and after it."""
-        plan = self._plan
+        plan = self.plan
         states = () if compat.in_function_transform() else self.states.values()  # a transform's batches are no steps
-        self._fallback.resting = False
+        self._fallback.put_in_force()
         self.check_wrapping()
         for state in states:
-            plan = state.before_forward(plan, self._model, args, kwargs)
+            plan = state.before_forward(plan, self._graphopt_model, args, kwargs)
         before = self._fallback.model_runs
         try:
             output = self._planned_step(plan, args, kwargs)
@@ -146,48 +135,40 @@ class OptimizedModule(PlannedModule):
                 stack.enter_context(state.no_sync())
             yield
 
-    def first_difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """What a step of these inputs computes otherwise than eager autograd; "" if it computes the same."""
-        from graphopt.frontend.against_eager import first_difference
-
-        captures, states = self._captures, tuple(self.states.values())
-        return first_difference(
-            self._model, self._graph, self._plan, args, kwargs, self._loss, captures.backend, captures.batch_dim,
-            captures.several_graphs, states, captures.loss_alone,
-        )  # fmt: skip
-
     def _planned_step(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A step under a plan; the model itself where torch.compile fails."""
         if self._graph is None:
-            self.__dict__["_graph"] = self._captures.planned_on(args, kwargs)
+            self.__dict__["_graph"] = self.captures.planned_on(args, kwargs)
         if self._running is None:
+            if self.selects:
+                self._drop_gradients(planned_names(self._graph) - self.selected)
             me, fallback = weakref.ref(self), self._fallback  # what runs a model must not keep alive who has it run
             self.__dict__["_running"] = Running(
-                self._model,
-                self._captures.backend,
+                self._graphopt_model,
+                self.captures.backend,
                 self.counters,
                 planned_names(self._graph),
                 fallback.note,
                 lambda: fallback.drop_unselected(me()),
-                self._captures.batch_dim,
+                self.captures.batch_dim,
                 self._fullgraph,
-                self._captures.several_graphs or is_sharded(self._model),
-                Supply(self._captures.uniforms, self.states),
-                self._captures.loss_alone,
+                self.captures.several_graphs or is_sharded(self._graphopt_model),
+                Supply(self.captures.uniforms, self.states),
+                self.captures.loss_alone,
                 self._turn,
             )
         running: Running = self._running
         output, compiled = self._fallback.compiled_or_not(self, running, plan, args, kwargs)
         if not compiled:
-            self.__dict__["_last_step"] = None
+            self.__dict__["last_step"] = None
             return output
         if plan.memory is not None and running.step is not None:
             inputs = flatten_call(args, kwargs)
-            told = self._memory.warning(running.step, inputs, self._graph, lambda: self._captures.planned_on(args, kwargs))
+            told = self._memory.warning(running.step, inputs, self._graph, lambda: self.captures.planned_on(args, kwargs))
             if told is not None:
                 self.note(told)
         if not plan.measures:
-            self.__dict__["_last_step"] = running.step
+            self.__dict__["last_step"] = running.step
         self._clock.tick(running.step)
         return output
 
@@ -201,9 +182,9 @@ class OptimizedModule(PlannedModule):
         Raises:
             InputError: an optimizer or an option that such a technique does not support.
         """
-        groups = [p for p in self._model.parameters() if p.requires_grad] if params is None else params
+        groups = [p for p in self._graphopt_model.parameters() if p.requires_grad] if params is None else params
         for state in self.states.values():
-            optimizer = state.optimizer(self._model, make, groups, options)
+            optimizer = state.optimizer(self._graphopt_model, make, groups, options)
             if optimizer is not None:
                 return optimizer
         return make(groups, **options)
@@ -215,35 +196,35 @@ class OptimizedModule(PlannedModule):
 
         Args:
             batch: what the model is called with: a tuple, or a dict with labels.
-            optimizer: the one that trains the model; see `rate_tensors`.
+            optimizer: the one that trains the model; see `Rater`.
             tolerance: the current selection stays unless the new one's importance exceeds its by this fraction, because a
                 change costs a compilation (a selection that was in force recently is still compiled).
         Returns:
             Whether it changed. A NaN or infinite importance, a batch that cannot be traced and too little memory keep the
             selection and warn.
         Raises:
-            InputError: the batch is none, or its inputs do not fit together.
+            InputError: the batch is none, its inputs do not fit together, or the optimizer or the tolerance is none.
         """
+        require_optimizer(optimizer)
         if optimizer is not None and any(state.steps_with(optimizer) for state in self.states.values()):
             optimizer = None  # it steps other gradients than those by which tensors are rated
-        plan = self._plan
         if self._graph is None:
-            self.__dict__["_graph"] = self._captures.planned_on(*as_call(batch))
-        selected = frozenset(p.name for p in self._graph.trainable if plan.train is None or p.name in plan.train)
-        now = InForce(self._model, self._captures, plan, selected, self._graph, self.flops, self._loss, self._ranks)
-        outcome, new = select_anew(now, batch, optimizer, tolerance)
+            self.__dict__["_graph"] = self.ranks.together(
+                lambda: self.captures.planned_on(*as_call(batch)), "capturing the model"
+            )
+        outcome, new = select_anew(self, batch, optimizer, tolerance)
         self.__dict__["_select_seconds"] += outcome.seconds
         if new is not None:
-            self._install(new.plan, new.graph, new.profile)
+            self._install(*new)
         return outcome
 
     def decide(self, name: str, decision: Decision) -> None:
         """Put a technique's decision in force."""
-        self.__dict__["_plan"] = self._plan.decided(name, decision)
+        self.__dict__["plan"] = self.plan.decided(name, decision)
 
     def adopt(self, plan: Plan) -> None:
         """Put a plan in force for the same captured graph, such as with another selection; on every rank, the same."""
-        self._ranks.check_same(in_common(plan), "a plan to adopt")
+        self.ranks.check_same(in_common(plan), "a plan to adopt")
         self._install(plan, self._graph, self.__dict__["_profile"])
 
     def recheck_merges(self) -> bool:
@@ -252,28 +233,32 @@ class OptimizedModule(PlannedModule):
         Returns:
             Whether that changed for a layer; its next step is then compiled anew.
         """
-        plan, tensors = self._plan, self.tensors()
+        plan, tensors = self.plan, self.tensors()
         for rewrite in plan.passes:
-            plan = technique(rewrite).measured(plan, self._graph, tensors)
-        plan = plan_of_rank_0(plan, self._ranks, plan.passes, "measuring merges")
-        changed = plan.key != self._plan.key
-        self.__dict__["_plan"] = plan
+            plan = technique(rewrite).measured(plan, self.graph, tensors)
+        plan = plan_of_rank_0(plan, self.ranks, plan.passes, "measuring merges")
+        changed = plan.key != self.plan.key
+        self.__dict__["plan"] = plan
         return changed
 
     def _install(self, plan: Plan, graph: TrainingGraph | None, profile: FlopProfile | None) -> None:
-        """Put a plan in force; gradients left over from the earlier selection would go on moving deselected tensors."""
+        """Put a plan in force."""
         before = self.selected
         known, planned = ({p.name for p in g.parameters} if g is not None else set() for g in (self._graph, graph))
-        self.__dict__.update(_plan=plan, _graph=graph, _profile=profile, _last_step=None)
+        self.__dict__.update(plan=plan, _graph=graph, _profile=profile, last_step=None)
         if planned != known:
             self.__dict__["_running"] = None  # it trains what the plan did not know
-        dropped = (before | (planned - known)) - self.selected
-        for name, parameter in self._model.named_parameters():
-            if name in dropped:
+        self._drop_gradients((before | (planned - known)) - self.selected)
+        for state in self.states.values():
+            state.selected(self.selected - before)
+
+    def _drop_gradients(self, names: Collection[str]) -> None:
+        """Clear gradients that are left over, even of zeros: an optimizer would go on moving what is not selected by them."""
+        for name, parameter in self._graphopt_model.named_parameters():
+            if name in names:
                 parameter.grad = None
         for state in self.states.values():
-            state.clear_gradients(dropped)
-            state.selected(self.selected - before)
+            state.clear_gradients(names)
 
     def save_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Write what graphopt itself knows to one file, so that training goes on from it as if it had never stopped.
@@ -286,14 +271,14 @@ class OptimizedModule(PlannedModule):
         Args:
             optimizer: whose state is saved in the same file.
         Raises:
-            InputError: a value that such a file cannot hold, in the optimizer's state or a batch.
+            InputError: a value that such a file cannot hold, in the optimizer's state or a batch; or the optimizer is none.
             CheckpointError: the file could not be written; what was there is as it was.
         """
         from graphopt.runtime import checkpoint
 
         for state in self.states.values():
             state.synchronize()
-        checkpoint.save(path, self._model, self._plan, self._parts(), optimizer, self._names())
+        checkpoint.save(path, self._graphopt_model, self.plan, self._parts(), optimizer, self._names())
 
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Go on from what `save_state` wrote, in a model that was optimised with the same passes and budget; on every rank.
@@ -309,14 +294,15 @@ class OptimizedModule(PlannedModule):
         """
         from graphopt.runtime import checkpoint
 
-        prepare = functools.partial(checkpoint.prepare, path, self._model, self._plan, self._parts(), optimizer, self._names())
-        plan, load, restore = self._ranks.together(prepare, "loading a state")
+        model, parts = self._graphopt_model, self._parts()
+        prepare = functools.partial(checkpoint.prepare, path, model, self.plan, parts, optimizer, self._names())
+        plan, load, restore = self.ranks.together(prepare, "loading a state")
         if plan is None:
             self.note(f"{path} holds no plan, as graphopt was off or unable when it was saved: the plan of optimize() stays")
-            plan = self._plan
-        self._ranks.check_same(in_common(plan), "the plan of a state file")
+            plan = self.plan
+        self.ranks.check_same(in_common(plan), "the plan of a state file")
         with put_back(optimizer):
-            self._ranks.together(load, "loading an optimizer's state")
+            self.ranks.together(load, "loading an optimizer's state")
         times = used_times()
         restore()
         if used_times() != times:  # orders of products are chosen anew
@@ -329,8 +315,14 @@ class OptimizedModule(PlannedModule):
 
     def rest(self) -> None:
         """Let all gradients of the model through until the next step of this one: it is trained by itself."""
-        self._fallback.resting = True
+        self._fallback.rest()
 
     def note(self, text: str) -> None:
         """Warn of something that training goes on without, once, and have the report say it."""
         self._fallback.note(text)
+
+
+@torch.compiler.disable
+def _left_out(step: Callable[..., Any], *args: Any) -> Any:
+    """`step(*args)`, which is compiled by itself, where torch.compile traces what calls an optimised model."""
+    return step(*args)

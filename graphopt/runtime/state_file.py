@@ -23,9 +23,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from graphopt.compat import pytree
 from graphopt.errors import CheckpointError, InputError
 
-FORMAT, VERSION = "graphopt state", 8
+FORMAT, VERSION = "graphopt state", 9
 
 MOST_BYTES_OF_STRUCTURE = 90_000_000
 """Safetensors reads no header of more than 100 MB."""
@@ -35,6 +36,10 @@ _TYPES = {
     torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16",
     torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
 }  # fmt: skip
+
+
+class OtherVersion(InputError):
+    """A state that another version of graphopt wrote, which this one cannot read."""
 
 
 def write_state(path: str | os.PathLike[str], tree: Any) -> None:
@@ -106,7 +111,7 @@ def _checked_kind(path: str | os.PathLike[str], metadata: Mapping[str, str]) -> 
         why = f"a newer graphopt wrote it; this one reads version {VERSION}. Update graphopt" if newer else "there is none such"
         if version.isdecimal() and 0 < int(version[:9]) < VERSION:
             why = f"an older graphopt wrote it; this one reads version {VERSION}. Finish that run with the graphopt that began it"
-        raise InputError(f"{path} has version {version[:20]!r}: {why}.")
+        raise OtherVersion(f"{path} has version {version[:20]!r}: {why}.")
     return metadata["state"]
 
 
@@ -184,6 +189,17 @@ def _write(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str,
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def holds(tree: Any) -> bool:
+    """Whether a state file gives `tree` back as it is."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        back = _decoded(_encoded(tree, "", tensors), tensors)
+    except InputError:
+        return False
+    (ours, form), (theirs, other) = (pytree.tree_flatten(each) for each in (tree, back))
+    return form == other and [type(leaf) for leaf in ours] == [type(leaf) for leaf in theirs]
 
 
 def _encoded(value: Any, where: str, tensors: dict[str, Tensor]) -> Any:

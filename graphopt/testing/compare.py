@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphopt.errors import PassError
+
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Largest difference allowed, relative to the largest gradient entry of the model; of outputs and buffers also absolute."""
 
@@ -27,6 +29,16 @@ class Agreement:
     error: float
     difference: str = ""
 
+    def held(self) -> float:
+        """The error.
+
+        Raises:
+            PassError: a tensor differs.
+        """
+        if self.difference:
+            raise PassError(f"{self.difference}.")
+        return self.error
+
 
 def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
     """The tolerance of a computation in these types: that of the coarsest."""
@@ -38,17 +50,7 @@ def compare_values(ours: Mapping[str, Tensor], eager: Mapping[str, Tensor], tole
     missing = [name for name in (*eager, *ours) if name not in ours or name not in eager]
     if missing:
         return Agreement(float("inf"), f"{missing[0]} is there in eager mode or here, not in both")
-    worst = 0.0
-    for name, wanted in eager.items():
-        found = ours[name]
-        if found.shape != wanted.shape:
-            return Agreement(float("inf"), f"{name} has shape {list(found.shape)}, eager's has {list(wanted.shape)}")
-        mine, theirs = wide(found.detach()), wide(wanted.detach())
-        error = _largest((mine - theirs).abs() / (1 + theirs.abs()), _same(mine, theirs))
-        worst = max(worst, error)
-        if not error <= tolerance:
-            return Agreement(error, f"{name} differs from eager's by {error:.2e}")
-    return Agreement(worst)
+    return _agreement(((name, ours[name], wanted) for name, wanted in eager.items()), tolerance)
 
 
 def compare_gradients(
@@ -62,28 +64,38 @@ def compare_gradients(
 
     Args:
         ours, eager: None where there is no gradient.
-        computed: names of those that are to be there; the others must be None in `ours`.
+        computed: names of those that are to be there; the others must be None in `ours`, or not there.
         tolerance: relative to the largest entry of eager's gradients.
         what: is compared, for the message.
     """
-    kept = set(computed)
-    scale = largest_entry(g for g in eager.values() if g is not None)
-    worst = 0.0
+    kept = dict.fromkeys(computed)
     for name, found in ours.items():
-        if name not in kept:
-            if found is not None:
-                return Agreement(float("inf"), f"{name} has a gradient although none is computed for it")
-            continue
-        wanted = eager.get(name)
+        if found is not None and name not in kept:
+            return Agreement(float("inf"), f"{name} has a gradient although none is computed for it")
+    names = [*(name for name in ours if name in kept), *(name for name in kept if name not in ours)]
+    pairs = ((f"{what} of {name}", ours.get(name), eager.get(name)) for name in names)
+    return _agreement(pairs, tolerance, largest_entry(g for g in eager.values() if g is not None))
+
+
+def _agreement(
+    pairs: Iterable[tuple[str, Tensor | None, Tensor | None]], tolerance: float, scale: float | None = None
+) -> Agreement:
+    """Compare (what it is, ours, eager's) up to the first difference.
+
+    Args:
+        scale: in which differences are measured; None: in 1 and eager's entry, together.
+    """
+    worst = 0.0
+    for what, found, wanted in pairs:
         if found is None or wanted is None:
-            return Agreement(float("inf"), f"{what} of {name} is missing")
+            return Agreement(float("inf"), f"{what} is missing")
         if found.shape != wanted.shape:
-            return Agreement(float("inf"), f"{what} of {name} is {list(found.shape)}, eager's {list(wanted.shape)}")
+            return Agreement(float("inf"), f"{what} has shape {list(found.shape)}, eager's has {list(wanted.shape)}")
         mine, theirs = wide(found.detach()), wide(wanted.detach())
-        error = _largest((mine - theirs).abs(), _same(mine, theirs)) / scale
+        error = _largest((mine - theirs).abs() / (scale or 1 + theirs.abs()), _same(mine, theirs))
         worst = max(worst, error)
         if not error <= tolerance:
-            return Agreement(error, f"{what} of {name} differs from eager's by {error:.2e} of the largest entry")
+            return Agreement(error, f"{what} differs from eager's by {error:.2e}{' of the largest entry' if scale else ''}")
     return Agreement(worst)
 
 

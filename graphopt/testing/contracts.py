@@ -16,16 +16,18 @@ from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.analysis.flops import flop_profile
 from graphopt.calls import BatchDim, as_call, batch_size_of, flatten_call
 from graphopt.capture import capture_to_run, tensors_of
-from graphopt.compat import InputDesc, pytree
-from graphopt.errors import PassError
+from graphopt.compat import InputDesc, OutputDesc, pytree
+from graphopt.errors import InputError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.lower import Backend, graph_inputs, lower
+from graphopt.lower import Backend, lower
 from graphopt.passes import Pass, PassReport, Preserves, run_pass
-from graphopt.passes.base import Projected
+from graphopt.passes.base import Projected, Supplying
+from graphopt.passes.state import State, Supplied
+from graphopt.runtime.supply import Supply
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.specialise import specialise
 from graphopt.testing.compare import TOLERANCE, compare_values, wide
-from graphopt.testing.gradients import Wanted, compare_gradients, compare_mean
+from graphopt.testing.gradients import Wanted, compare_mean
 from graphopt.transforms.symbolic_zeros import expected_results, for_loss_alone
 
 DRAWS = 200
@@ -76,6 +78,7 @@ def check_pass(
         model: deterministic (no dropout); copied for every dtype, never changed.
         inputs: one batch, as for `graphopt.optimize`.
         decisions: for `apply`, or a function from the graph to them. None: every other applicable site.
+        backend: "aot_eager", or a function that compiles each half.
         dtypes: floating-point types to check in. In the first, and wherever a pass samples, the graph is of any batch size; in
             others of this one alone: passes meet both.
         captured: see `check_passes`.
@@ -108,11 +111,18 @@ def check_passes(
         captured: graphs of this model and these inputs by dtype, for callers that check many passes on one model; not changed.
         draws: the least bias that is found is `STANDARD_ERRORS` / sqrt(draws) of a gradient's standard deviation.
     Raises:
+        InputError: the backend is Inductor, or `draws` is below 2, of which no standard error is known.
         PassError: names the passes and the first violation.
     """
+    if draws < 2:
+        raise InputError(f"draws={draws}: a mean has a standard error from 2 draws on.")
     for rewrite, _ in passes:
         if rewrite.preserves is Preserves.PROJECTED and not isinstance(rewrite, Projected):
             raise PassError(f"{rewrite.name} is PROJECTED, but does not say of what: give it `example_inputs` and `image`.")
+    if backend == "inductor":
+        raise InputError(
+            "graphs are checked operator by operator: use backend='aot_eager', and optimize(verify=True) for Inductor."
+        )
     projected = [rewrite for rewrite, _ in passes if isinstance(rewrite, Projected)]
     if len(projected) > 1:
         raise PassError(f"{projected[0].name} and {projected[1].name} are both PROJECTED: check them one at a time.")
@@ -154,12 +164,11 @@ def _check(
     graph = captured or capture_to_run(candidate, args, kwargs, batch_dim, symbolic)
     rewritten, reports = _rewritten(passes, graph)
     projected = next((rewrite for rewrite, _ in passes if isinstance(rewrite, Projected)), None)
-    given: dict[InputDesc, Tensor] = {}
-    if projected is not None:
-        drawn = projected.example_inputs(rewritten, seed=0)
-        given = {desc: value.requires_grad_(desc.kind == "compressed") for desc, value in drawn.items()}
+    given: Mapping[InputDesc, Tensor] = {} if projected is None else projected.example_inputs(rewritten, seed=0)
     chosen = expected_results(rewritten) if rewritten.refused else None
-    run = compiled(rewritten, candidate, args, kwargs, backend, given)
+    states: dict[str, State] = {p.name: Supplied(p) for p, _ in passes if isinstance(p, Supplying) and p is not projected}
+    states["given"] = _Given(given)
+    run = compiled(rewritten, candidate, args, kwargs, backend, states)
 
     def released() -> None:
         candidate.zero_grad()
@@ -172,7 +181,7 @@ def _check(
 
     @functools.cache
     def of_the_loss() -> Callable[[], list[Any]]:
-        return compiled(for_loss_alone(rewritten), candidate, args, kwargs, backend, given)
+        return compiled(for_loss_alone(rewritten), candidate, args, kwargs, backend, states)
 
     def step() -> None:
         outputs = of_the_loss()()
@@ -188,12 +197,15 @@ def _check(
     _differentiable(expected, chosen).backward()
     counted = counter.get_total_flops()
     tolerance = TOLERANCE[dtype]
-    _compare_results(name, outputs, expected, reference, candidate, tolerance)
-    wanted = Wanted.of(rewritten, reference, projected, given)
-    if Preserves.UNBIASED in kinds:
-        error = compare_mean(name, wanted, candidate, given, draw, tolerance, draws)
-    else:
-        error = compare_gradients(name, wanted, candidate, given, tolerance)
+    try:
+        _compare_results(outputs, expected, reference, candidate, tolerance)
+        wanted = Wanted.of(rewritten, reference, projected, given)
+        if Preserves.UNBIASED in kinds:
+            error = compare_mean(wanted, candidate, given, draw, tolerance, draws)
+        else:
+            error = wanted.agreement(candidate, given, tolerance).held()
+    except PassError as difference:
+        raise PassError(f"{name}: {difference}") from difference
     if backend == "aot_eager" and counted != flop_profile(rewritten).step:
         raise PassError(f"{name}: {counted} FLOPs ran where {flop_profile(rewritten).step} were predicted.")
     inexact = frozenset(kinds - {Preserves.EXACT}) or frozenset({Preserves.EXACT})
@@ -225,14 +237,38 @@ def compiled(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     backend: Backend,
-    given: Mapping[InputDesc, Tensor] | None = None,
+    states: Mapping[str, State] | None = None,
 ) -> Callable[[], list[Any]]:
-    """`graph` compiled for the batch of `args` and `kwargs`: a function that runs it on `model` and returns flat outputs."""
+    """`graph` compiled for the batch of `args` and `kwargs`: a function that runs it on `model` and returns flat outputs.
+
+    Args:
+        states: supply and take what passes have added to the graph; see `Supply`.
+    """
     flat = flatten_call(args, kwargs)
     batch_size = batch_size_of(flat, graph.batch_dims) or graph.batch_size
-    lowered = lower(specialise(graph, batch_size, decompose=backend == "inductor"), backend)
-    tensors, uniforms = tensors_of(model), Uniforms()
-    return lambda: lowered.run(graph_inputs(graph, flat, tensors, uniforms, given))
+    run = lower(specialise(graph, batch_size), backend, Supply(Uniforms(), states or {}))
+    tensors = tensors_of(model)
+    return lambda: run(flat, tensors)
+
+
+class _Given(State):
+    """Supplies inputs that a PROJECTED pass has added; their gradients are put into `.grad`.
+
+    Results that no pass takes by itself are passed over: they are for what a technique keeps while a model trains.
+    """
+
+    def __init__(self, given: Mapping[InputDesc, Tensor]) -> None:
+        self.given = given
+
+    def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:
+        """See `State`."""
+        return self.given.get(desc)
+
+    def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> bool:
+        """See `State`."""
+        if isinstance(desc, InputDesc) and desc in self.given:
+            self.given[desc].grad = value
+        return isinstance(desc, OutputDesc) or desc in self.given
 
 
 def _differentiable(outputs: Sequence[Any], chosen: Collection[int] | None) -> Tensor:
@@ -242,14 +278,12 @@ def _differentiable(outputs: Sequence[Any], chosen: Collection[int] | None) -> T
 
 
 def _compare_results(
-    name: str, outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
+    outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
 ) -> None:
     ours, theirs = _named(outputs, candidate), _named(expected, reference)
     if len(ours) != len(theirs):
-        raise PassError(f"{name}: {len(ours)} outputs and buffers where eager has {len(theirs)}.")
-    found = compare_values(ours, theirs, tolerance)
-    if found.difference:
-        raise PassError(f"{name}: {found.difference}.")
+        raise PassError(f"{len(ours)} outputs and buffers where eager has {len(theirs)}.")
+    compare_values(ours, theirs, tolerance).held()
 
 
 def _named(outputs: Iterable[Any], model: nn.Module) -> dict[str, Tensor]:

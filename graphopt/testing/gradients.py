@@ -63,8 +63,7 @@ class Wanted:
         Raises:
             PassError: one is missing, of another shape, not finite, or there although the graph computes none.
         """
-        if difference := self.agreement(candidate, given, math.inf).difference:
-            raise PassError(f"{difference}.")
+        self.agreement(candidate, given, math.inf).held()
         parameters = dict(candidate.named_parameters(remove_duplicate=False))
         scale = compare.largest_entry(self.eager.values())
         found = [(f"the gradient of {n}", parameters[n].grad, self.eager[n], scale) for n in self.ordinary]
@@ -73,18 +72,7 @@ class Wanted:
         return [(what, compare.wide(g), compare.wide(wanted), size) for what, g, wanted, size in found if g is not None]
 
 
-def compare_gradients(
-    name: str, wanted: Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor], tolerance: float
-) -> float:
-    """Compare gradients with what they must be; returns the largest relative difference."""
-    found = wanted.agreement(candidate, given, tolerance)
-    if found.difference:
-        raise PassError(f"{name}: {found.difference}.")
-    return found.error
-
-
 def compare_mean(
-    name: str,
     wanted: Wanted,
     candidate: nn.Module,
     given: Mapping[InputDesc, Tensor],
@@ -103,7 +91,7 @@ def compare_mean(
     ordinary = len(wanted.ordinary)
     for _ in range(draws):
         draw()
-        pairs = _pairs(name, wanted, candidate, given)
+        pairs = wanted.pairs(candidate, given)
         drawn = [gradient for _, gradient, _, _ in pairs]
         for values, part in zip(along.values(), (pairs[:ordinary], pairs[ordinary:]), strict=True):
             values.append(sum(float((gradient * exact).sum()) for _, gradient, exact, _ in part))
@@ -113,7 +101,7 @@ def compare_mean(
             total[i] += gradient
             squares[i] += gradient.square()
     worst = 0.0
-    for i, (what, _, exact, size) in enumerate(_pairs(name, wanted, candidate, given)):
+    for i, (what, _, exact, size) in enumerate(wanted.pairs(candidate, given)):
         mean = total[i] / draws
         variance = float((squares[i] / draws - mean.square()).clamp(min=0).sum()) / draws
         distance = float((mean - exact).norm())
@@ -121,8 +109,8 @@ def compare_mean(
         errors = max(0.0, distance - rounding) / math.sqrt(variance) if variance > rounding**2 / draws else 0.0
         worst = max(worst, errors)
         if errors > STANDARD_ERRORS or (errors == 0.0 and distance > rounding + STANDARD_ERRORS * math.sqrt(variance)):
-            raise PassError(f"{name}: the mean of {what} is {errors:.1f} standard errors from eager's (or its image).")
-    pairs = _pairs(name, wanted, candidate, given)
+            raise PassError(f"the mean of {what} is {errors:.1f} standard errors from eager's (or its image).")
+    pairs = wanted.pairs(candidate, given)
     for (what, values), part in zip(along.items(), (pairs[:ordinary], pairs[ordinary:]), strict=True):
         square = sum(float(exact.square().sum()) for _, _, exact, _ in part)
         if not square:
@@ -133,16 +121,6 @@ def compare_mean(
         worst = max(worst, errors)
         if errors > STANDARD_ERRORS and off > tolerance:
             raise PassError(
-                f"{name}: the mean of the {what} is {float(scales.mean()):.3f} times what it must be, {errors:.1f} standard "
-                "errors off."
+                f"the mean of the {what} is {float(scales.mean()):.3f} times what it must be, {errors:.1f} standard errors off."
             )
     return worst
-
-
-def _pairs(
-    name: str, wanted: Wanted, candidate: nn.Module, given: Mapping[InputDesc, Tensor]
-) -> list[tuple[str, Tensor, Tensor, float]]:
-    try:
-        return wanted.pairs(candidate, given)
-    except PassError as error:
-        raise PassError(f"{name}: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphopt.compat import expression, run_on_metadata
+from graphopt.compat import expression, fake_mode_of, run_on_metadata
 
 aten = torch.ops.aten
 
@@ -34,18 +34,18 @@ def insert_node(
     anchor: fx.Node,
     kwargs: dict[str, Any] | None = None,
     inherited: tuple[str, ...] = ORIGIN,
-    fake_mode: Any = None,
 ) -> fx.Node:
     """A new node just before `anchor`, with its shape and with some of `anchor`'s metadata.
 
     Args:
         inherited: names of metadata that it takes from `anchor`.
-        fake_mode: for operators that take no tensor.
     """
     with graph.inserting_before(anchor):
         node = graph.call_function(target, args, kwargs or {})
     node.meta = {k: anchor.meta[k] for k in inherited if k in anchor.meta}
-    node.meta["val"] = run_on_metadata(target, args, kwargs or {}, fake_mode)
+    known = fake_mode_of([n.meta["val"] for n in node.all_input_nodes])
+    mode = known or fake_mode_of([n.meta["val"] for n in graph.find_nodes(op="placeholder")])  # an operator that takes no tensor
+    node.meta["val"] = run_on_metadata(target, args, kwargs or {}, mode)
     return node
 
 

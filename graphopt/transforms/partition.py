@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphopt.compat import FORWARD
+from graphopt.compat import FORWARD, OutputDesc
 from graphopt.compat.inductor import partition
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 from graphopt.transforms.symbolic_zeros import tangent_results
@@ -38,6 +38,7 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
     Args:
         inductor: run Inductor's passes on the joint graph and let the min-cut decide what is recomputed.
     """
+    _forward_first(graph)
     kinds = [desc.kind for desc in graph.outputs]
     tangents = tangent_results(graph)
     static = tuple(i for i, desc in enumerate(graph.inputs) if desc.kind in ("parameter", "buffer"))
@@ -49,3 +50,15 @@ def split(graph: TrainingGraph, inductor: bool) -> Halves:
         remove_dead_nodes(half)
     read = {node.name: tangents[node.name] for node in backward.graph.find_nodes(op="placeholder") if node.name in tangents}
     return Halves(forward, backward, kinds.count("mutation"), num_forward, static, read)
+
+
+def _forward_first(graph: TrainingGraph) -> None:
+    """Have a graph return updated buffers first, then outputs; graphs that train return buffers last."""
+
+    def place(returned: tuple[OutputDesc, fx.Node | None]) -> int:
+        kind = returned[0].kind
+        return 2 if kind not in FORWARD else int(kind != "mutation")
+
+    descs, results = zip(*sorted(zip(graph.outputs, graph.results, strict=True), key=place), strict=True)
+    graph.outputs = descs
+    graph.graph.output_node().args = (results,)

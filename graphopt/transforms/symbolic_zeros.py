@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.analysis.flop_formulas import node_flops
+from graphopt.analysis.row_rules import SUMS
 from graphopt.compat import OutputDesc, expression, graph_module, output_list, pytree
 from graphopt.errors import LossNotFirst, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
 aten = torch.ops.aten
-
-SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 
 def without_tangents(backward: fx.GraphModule, absent: Collection[str], tangents: Collection[str]) -> fx.GraphModule:

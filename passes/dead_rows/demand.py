@@ -14,7 +14,7 @@ from torch import fx
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
-from graphopt.analysis.row_rules import ROWS_FIRST, Axis, Read, arguments, first_value, tensors_of
+from graphopt.analysis.row_rules import Axis, Read, arguments, first_value, tensors_of
 from graphopt.graph import TrainingGraph, descendants, parameters_read
 from graphopt.transforms.edit import in_one_region
 
@@ -67,8 +67,6 @@ def _demand(graph: TrainingGraph, rows: Places, takes: Mapping[fx.Node, Axis]) -
     for node in reversed(graph.graph.nodes):
         if node.op != "call_function" or node in zeros or node in takes or node in sums or first_value(node) is None:
             continue
-        if node.target is operator.getitem and arguments(node)[0].target in ROWS_FIRST and arguments(node)[1] != 0:
-            continue
         axis = _needed(node, rules, narrow, takes, sums)
         if axis is not None and rules.carries(node, axis) and rules.read(node, axis) is not None:
             narrow[node] = axis
@@ -92,7 +90,7 @@ def _zeros(graph: TrainingGraph, rules: Rules, rows: Places) -> tuple[dict[fx.No
             zeros[node] = put
             continue
         read = {n: zeros[n] for n in tensors_of(node) if n in zeros and in_one_region((n, node))}
-        if not read or (node.target is operator.getitem and arguments(node)[0].target in ROWS_FIRST and arguments(node)[1] != 0):
+        if not read:
             continue
         if (summed := rules.summed(node, zeros)) is not None:
             sums[node] = summed

@@ -108,7 +108,8 @@ def counted(graph: TrainingGraph, inputs: Mapping[int, Tensor], samples: int) ->
         if labels is None or labels.numel() == 0 or samples < 1 or labels.numel() % samples:
             return None
         rows = labels.reshape(samples, -1) != arguments(loss)[4]
-        found.append((int(rows.sum(1).max()), rows.shape[1]))
+        if rows.shape[1] > 1:
+            found.append((int(rows.sum(1).max()), rows.shape[1]))
     return found or None
 
 

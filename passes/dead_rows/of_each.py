@@ -165,7 +165,7 @@ def puts_back(graph: TrainingGraph, rows: RowsOfEach, node: fx.Node) -> bool:
 
 def needed_for(rows: RowsOfEach) -> set[fx.Node]:
     """What the rows' numbers are computed by."""
-    return {node for node in ancestors([rows.source]) if node.op == "call_function"}
+    return {node for node in ancestors([rows.source]) if node.op in ("call_function", "get_attr")}
 
 
 def known_before(rows: RowsOfEach, narrow: Collection[fx.Node]) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphopt.errors import InputError
 from graphopt.ops.library import library
 
 
-class TooManyLabels(RuntimeError):
+class TooManyLabels(InputError, RuntimeError):
     """A sample has more rows whose label counts than there are places for."""
 
 
@@ -26,7 +27,7 @@ def rows_with_label(labels: Tensor, ignored: int, length: int, count: int) -> Te
     counts = labels.reshape(-1, length) != ignored
     fits, message = (counts.sum(1) <= count).all(), f"a sample has more than {count} rows whose label counts"
     if labels.device.type == "cpu" and not fits:
-        raise TooManyLabels(message)
+        raise TooManyLabels(f"{message}: use DeadRows with a larger labelled, or without.")
     torch._assert_async(fits, message)
     return counts.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 

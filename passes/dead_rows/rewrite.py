@@ -14,7 +14,7 @@ from graphopt.passes.dead_rows.places import Rows, put_back_at, rules_of, taken_
 from torch import fx
 
 from graphopt.analysis.row_rules import ROWS_FIRST, Axis, arguments, first_value
-from graphopt.compat import expression, fake_mode_of
+from graphopt.compat import expression
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node, simplify_sizes
@@ -53,7 +53,6 @@ class _Narrowing:
         self.sizes: dict[Any, fx.Node] = {}
         self.length: int | fx.Node = demand.rows.length
         self.numbers: fx.Node | None = None
-        self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
 
     def apply(self) -> None:
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
@@ -234,7 +233,7 @@ class _Narrowing:
         return lambda target, args: self._emit(target, args, anchor)
 
     def _emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
-        return insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, *CHECKPOINTED), self.fake_mode)
+        return insert_node(self.graph.graph, target, args, anchor, kwargs, (*ORIGIN, *CHECKPOINTED))
 
 
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}

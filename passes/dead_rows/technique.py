@@ -10,16 +10,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from graphopt.passes.base import Changes, PassReport, Preserves, Site
+from graphopt.passes.base import Changes, PassReport, Preserves, Site, numbered
 from graphopt.passes.dead_rows.batch_labels import BatchLabels
 from graphopt.passes.dead_rows.demand import Demand, find_demands
 from graphopt.passes.dead_rows.labels import ROOM, STEPS, Labelled, counted
 from graphopt.passes.dead_rows.places import MOST
 from graphopt.passes.dead_rows.rewrite import narrow
+from graphopt.passes.fields import require_number
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique
 
 from graphopt.analysis.flops import flop_profile
+from graphopt.analysis.kept import kept
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.symbolic_zeros import for_loss_alone
@@ -56,8 +58,8 @@ class DeadRows(Technique):
     unneeded = "no rows are selected above which others could be left out"
 
     def __post_init__(self) -> None:
-        if self.labelled is not None and not 0 < self.labelled <= 1:
-            raise PassError(f"dead_rows: labelled={self.labelled} is no part of the rows: use a number above 0 and up to 1.")
+        if self.labelled is not None:
+            require_number(self, "labelled", lambda value: 0 < value <= 1, "above 0 and at most 1: a part of the rows")
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """What reads only some rows, by the name of its weight."""
@@ -66,7 +68,7 @@ class DeadRows(Technique):
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Decide for how many rows with a label there are places; leave a plan where there is nothing to do."""
         if (decision := self._decision(plan, planning)) is not None:
-            found, without = (len(_worthwhile(planning.graph, part)) for part in (decision.part, None))
+            found, without = (len(_found(planning.graph, part)) for part in (decision.part, None))
             if found > without:
                 return plan.decided(self.name, decision)
         if not planning.auto or planning.graph.hands_out or self.applicable(planning.graph):
@@ -80,7 +82,7 @@ class DeadRows(Technique):
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[Any, tuple[()]]:
         """By site, the part of the rows whose label may count."""
         part = self._part(plan)
-        return tuple((name, part) for name in _by_name(_worthwhile(graph, part))), ()
+        return tuple((name, part) for name in _by_name(_found(graph, part))), ()
 
     def _part(self, plan: Plan) -> float | None:
         decision = plan.decisions.get(self.name)
@@ -139,7 +141,7 @@ class DeadRows(Technique):
         self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
     ) -> Section:
         """Per site, which rows it reads."""
-        rows = {name: str(demand.rows) for name, demand in _by_name(_worthwhile(graph, self._part(plan))).items()}
+        rows = {name: str(demand.rows) for name, demand in _by_name(_found(graph, self._part(plan))).items()}
         changed = {name for report in ran if report.name == self.name for name in report.changes.changed}
         facts = {name: which for name, which in rows.items() if name in changed}
         lines = tuple(f"dead rows        {name} reads {which}" for name, which in facts.items())
@@ -147,6 +149,11 @@ class DeadRows(Technique):
             ("a batch in which a sample has more rows with a label is computed in full",) if plan.decisions.get(self.name) else ()
         )
         return Section({"rows": facts} if facts else {}, lines, notes)
+
+
+def _found(graph: TrainingGraph, labelled: float | None) -> list[Demand]:
+    """`_worthwhile`, of a graph that is not changed any more."""
+    return kept(graph, "demands", (labelled, graph.hands_out), lambda: _worthwhile(graph, labelled))
 
 
 def _worthwhile(graph: TrainingGraph, labelled: float | None, least: float | None = None) -> list[Demand]:
@@ -177,6 +184,5 @@ def _by_name(demands: Sequence[Demand], carried_out: Sequence[str] = ()) -> dict
     """
     found: dict[str, Demand] = {}
     for demand in demands:
-        number = sum(known.partition(" #")[0] == demand.name for known in (*carried_out, *found))
-        found[f"{demand.name} #{number + 1}" if number else demand.name] = demand
+        found[numbered(demand.name, (*carried_out, *found))] = demand
     return found

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from graphopt.analysis.communication import Collective, communication
 from graphopt.compat import fsdp, pytree
 from graphopt.compat.distributed import (
+    Silenced,
     active_ddp,
     backward_number,
     distributed_like,
@@ -32,8 +33,8 @@ from graphopt.compat.distributed import (
     silence,
     store_of,
 )
+from graphopt.distributed.divided import is_parallel
 from graphopt.distributed.ranks import lost, wait
-from graphopt.distributed.tensor_parallel import is_parallel
 from graphopt.errors import InputError, RankError
 from graphopt.planner.plan import Plan
 
@@ -60,7 +61,7 @@ class Reduction(State):
         self.why_after = ""
         self._opt = opt
         self._name = opt.ranks.same(uuid.uuid4().hex, "starting to train")  # of this training, on all ranks
-        self._local = self._gathers = False
+        self._local = self._gathers = self._in_parts = False
         self._plans = 0  # that were put in force so far: on all ranks together
         self._plan: tuple[Plan | None, Plan | None] = (None, None)
         self._step: tuple[Any, ...] = (None, None, None)
@@ -69,6 +70,7 @@ class Reduction(State):
         self._parameters: list[nn.Parameter] = []
         self._trained: list[bool] | None = None
         self._backward = self._around = -1
+        self._silenced: Silenced | None = None
         self._held: list[tuple[Tensor, Tensor]] = []
 
     @contextlib.contextmanager
@@ -83,7 +85,7 @@ class Reduction(State):
     def before_forward(self, plan: Plan, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """The plan without collectives where gradients of other steps are to be averaged with those of this one."""
         self._gathers = self._gathers_now()
-        if not (self._gathers or self.pending):
+        if not (self._gathers or self.pending or self._in_parts or self._opt.captures.several_graphs):
             return plan
         if plan is not self._plan[0]:
             mine: Reduced = plan.decisions[self.rewrite.name]
@@ -93,7 +95,7 @@ class Reduction(State):
 
     def _gathers_now(self) -> bool:
         """Whether the gradients of the step under way stay this rank's own, to be averaged with those of a later one."""
-        gathers = bool(self.rewrite.elsewhere) and not fsdp.reduces(self._opt._model)
+        gathers = bool(self.rewrite.elsewhere) and not fsdp.reduces(self._opt._graphopt_model)
         return self._local or gathers or not self._averages_inside(active_ddp())
 
     def _averages_inside(self, ddp: DistributedDataParallel | None) -> bool:
@@ -102,8 +104,9 @@ class Reduction(State):
             return True
         if self._around != id(ddp):
             self._around, own = id(ddp), {id(p) for p in self._opt.parameters()}
-            if all(id(p) in own for p in ddp.module.parameters()):
-                silence(ddp)
+            self._silenced = silence(ddp) if all(id(p) in own for p in ddp.module.parameters()) else None
+        if self._silenced is not None:
+            self._silenced.leaves = True
         return ddp.require_backward_grad_sync
 
     def selected(self, names: Iterable[str]) -> None:
@@ -112,6 +115,7 @@ class Reduction(State):
 
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """Have gradients averaged at the end of the backward from `output`, as far as the step's graph does not do it."""
+        self._in_parts = self._in_parts or (step is not None and step.broken)  # later graphs must not average: `_finish` does
         if step is None:  # perhaps without `before_forward`: see `TrainingSteps`
             self._gathers = self._gathers_now()
         if self._gathers:
@@ -162,17 +166,17 @@ class Reduction(State):
         trained = [name for name, p in named.items() if p.requires_grad]
         self._opt.ranks.samples.check_same(trained, "which parameters require a gradient")
         self._parameters, self._trained = list(named.values()), [p.requires_grad for p in named.values()]
+        self._step = (None, None, None)  # what else is trained is to be looked for anew
 
     def _check(self, step: RegionStep | None) -> None:
         """Raise `RankError` where another rank sends other buckets under this plan; the first to come has said which."""
         tensors = self._tensors()
-        sizes = self._sizes(tensors)
-        if not self.why_after and step is not None:
-            sizes = [found.bytes for found in _means(step, self.rewrite.group)]
+        inside = [] if step is None else [found.bytes for found in _means(step, self.rewrite.group)]
+        sizes = inside + (self._sizes(tensors) if self.why_after else [])
         opt = self._opt
         trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
         mine = repr((sizes, sorted(self._outside), _digest(list(tensors))))
-        parallel = is_parallel(opt._model)
+        parallel = is_parallel(opt._graphopt_model)
         if parallel:  # a graph averages gradients as they lie, and this as the parameters do: no rank may mix them
             mine += f" {bool(self.why_after) and not self.pending}"
         rest = {name: decision for name, decision in opt.plan.decisions.items() if name != self.rewrite.name}

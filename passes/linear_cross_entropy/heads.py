@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
+from graphopt.passes.base import numbered
 from graphopt.passes.linear_cross_entropy.matrices import NONE, PRODUCTS, NotSeparable
 from torch import Tensor, fx
 
@@ -134,7 +135,8 @@ def find_heads(graph: TrainingGraph) -> tuple[list[Head], dict[str, str]]:
         if any(node in head.losses for head in heads):
             continue
         try:
-            heads.append(_head(graph, node))
+            head = _head(graph, node)
+            heads.append(replace(head, name=numbered(head.name, (other.name for other in heads))))
         except NotSeparable as reason:
             left_alone[_name(graph, node)] = str(reason)
     for node in graph.graph.find_nodes(op="call_function", target=aten.nll_loss2d_forward.default):

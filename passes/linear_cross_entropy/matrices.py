@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from graphopt.analysis.products import same_shape
 from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, arguments, is_elementwise
-from graphopt.compat import expression, fake_mode_of
+from graphopt.compat import expression
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph, reached
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node
@@ -50,15 +50,9 @@ def as_matrices(graph: TrainingGraph) -> None:
     graph.eliminate_dead_code()
 
 
-class _Editing:
-    def __init__(self, graph: TrainingGraph) -> None:
-        self.graph = graph
-        self.fake_mode = fake_mode_of([graph.example])
-
-    def emit(self, anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new node before another, of the same half of the step, and computed again where that is."""
-        inherited = (*ORIGIN, *CHECKPOINTED, "partitioner_tag")
-        return insert_node(self.graph.graph, target, args, anchor, kwargs, inherited, self.fake_mode)
+def _emit(anchor: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new node before another, of the same half of the step, and computed again where that is."""
+    return insert_node(anchor.graph, target, args, anchor, kwargs, (*ORIGIN, *CHECKPOINTED, "partitioner_tag"))
 
 
 def _one_by_one(graph: TrainingGraph, loss: fx.Node) -> None:
@@ -66,34 +60,34 @@ def _one_by_one(graph: TrainingGraph, loss: fx.Node) -> None:
     log_probabilities, labels, weight, reduction, ignored = arguments(loss)
     if reduction == NONE:
         return
-    emit, dtype = _Editing(graph).emit, log_probabilities.meta["val"].dtype
+    dtype = log_probabilities.meta["val"].dtype
     exact = torch.promote_types(dtype, torch.float32)
-    both = emit(loss, NLL, log_probabilities, labels, weight, NONE, ignored)
-    counts = emit(loss, aten.ne.Scalar, labels, ignored)
-    each = emit(loss, aten._to_copy.default, counts, dtype=exact)
+    both = _emit(loss, NLL, log_probabilities, labels, weight, NONE, ignored)
+    counts = _emit(loss, aten.ne.Scalar, labels, ignored)
+    each = _emit(loss, aten._to_copy.default, counts, dtype=exact)
     if weight is not None:
-        zero = emit(loss, aten.zeros_like.default, labels)
-        own = emit(loss, aten.index.Tensor, weight, [emit(loss, aten.where.self, counts, labels, zero)])
-        each = emit(loss, aten.mul.Tensor, own, each)
-    total = emit(loss, aten.sum.default, each)
-    summed = emit(loss, aten.sum.default, emit(loss, operator.getitem, both, 0), dtype=exact)
-    result = emit(loss, aten.div.Tensor, summed, total) if reduction == MEAN else summed
+        zero = _emit(loss, aten.zeros_like.default, labels)
+        own = _emit(loss, aten.index.Tensor, weight, [_emit(loss, aten.where.self, counts, labels, zero)])
+        each = _emit(loss, aten.mul.Tensor, own, each)
+    total = _emit(loss, aten.sum.default, each)
+    summed = _emit(loss, aten.sum.default, _emit(loss, operator.getitem, both, 0), dtype=exact)
+    result = _emit(loss, aten.div.Tensor, summed, total) if reduction == MEAN else summed
     if exact != dtype:
-        result = emit(loss, aten._to_copy.default, result, dtype=dtype)
-    results = (result, emit(loss, aten._to_copy.default, total, dtype=dtype) if exact != dtype else total)
+        result = _emit(loss, aten._to_copy.default, result, dtype=dtype)
+    results = (result, _emit(loss, aten._to_copy.default, total, dtype=dtype) if exact != dtype else total)
     for node in graph.graph.find_nodes(op="call_function", target=NLL_BACKWARD):
         gradient, probabilities, its_labels, its_weight, its_reduction, its_ignored, its_total = arguments(node)
         if its_total not in loss.users or its_labels is not labels or its_reduction != reduction:
             continue
-        scaled = emit(node, aten.div.Tensor, gradient, total) if reduction == MEAN else gradient
-        ones = emit(node, aten.ones_like.default, labels, dtype=dtype)
-        scaled = emit(node, aten._to_copy.default, emit(node, aten.mul.Tensor, ones, scaled), dtype=dtype)
+        scaled = _emit(node, aten.div.Tensor, gradient, total) if reduction == MEAN else gradient
+        ones = _emit(node, aten.ones_like.default, labels, dtype=dtype)
+        scaled = _emit(node, aten._to_copy.default, _emit(node, aten.mul.Tensor, ones, scaled), dtype=dtype)
         node.args = (scaled, probabilities, labels, its_weight, NONE, its_ignored, its_total)
     for user in list(loss.users):
         user.replace_all_uses_with(results[arguments(user)[1]])
 
 
-class _Matrices(_Editing):
+class _Matrices:
     """One sweep over a graph.
 
     Attributes:
@@ -105,7 +99,7 @@ class _Matrices(_Editing):
     """
 
     def __init__(self, graph: TrainingGraph, width: int) -> None:
-        super().__init__(graph)
+        self.graph = graph
         self.width = width
         self.rows: dict[fx.Node, tuple[fx.Node, list[Any]]] = {}
         self.zeros: dict[fx.Node, tuple[fx.Node, list[Any], tuple[fx.Node, ...]]] = {}
@@ -173,21 +167,19 @@ class _Matrices(_Editing):
             *added, left, right = args[:3]
             if any(len(a.meta["val"].shape) != 1 for a in added):
                 raise NotSeparable("something is added to logits in another form")
-            found = self.emit(cut, node.target, *added, self._part(left, lead, cut, known, sizes), right, **node.kwargs)
+            found = _emit(cut, node.target, *added, self._part(left, lead, cut, known, sizes), right, **node.kwargs)
         elif is_elementwise(node.target) and self._is_wide(node):
             rows = node.meta["val"].shape[0]
             inputs = {n: n if self._for_all(n, rows) else self._part(n, lead, cut, known, sizes) for n in node.all_input_nodes}
             args, kwargs = fx.map_arg((args, dict(node.kwargs)), inputs.__getitem__)
-            found = self.emit(cut, node.target, *args, **kwargs)
+            found = _emit(cut, node.target, *args, **kwargs)
         elif isinstance(node.meta["val"], Tensor) and node.meta["val"].dim() == 2:
             width = node.meta["val"].shape[1]
-            taken = self.emit(
-                cut, aten.slice.Tensor, self.emit(cut, aten.view.default, node, [*lead, width]), *arguments(cut)[1:]
-            )
+            taken = _emit(cut, aten.slice.Tensor, _emit(cut, aten.view.default, node, [*lead, width]), *arguments(cut)[1:])
             if not sizes:
                 shape = taken.meta["val"].shape[:-1]
-                sizes += [s if isinstance(s, int) else self.emit(cut, aten.sym_size.int, taken, d) for d, s in enumerate(shape)]
-            found = self.emit(cut, aten.reshape.default, taken, [-1, width])
+                sizes += [s if isinstance(s, int) else _emit(cut, aten.sym_size.int, taken, d) for d, s in enumerate(shape)]
+            found = _emit(cut, aten.reshape.default, taken, [-1, width])
         else:
             raise NotSeparable("what logits are computed from has no rows")
         known[node] = found
@@ -214,16 +206,16 @@ class _Matrices(_Editing):
             elif self._for_all(argument, 1):
                 inputs[argument] = argument
             elif all(size == 1 for size in value.shape[:-1]):
-                inputs[argument] = self.emit(node, aten.reshape.default, argument, [-1])
+                inputs[argument] = _emit(node, aten.reshape.default, argument, [-1])
             elif value.dim() == len(shape) and _same(value.shape[:-1], shape[:-1]):
-                inputs[argument] = self.emit(node, aten.reshape.default, argument, [-1, value.shape[-1]])
+                inputs[argument] = _emit(node, aten.reshape.default, argument, [-1, value.shape[-1]])
             else:
                 return
         args, kwargs = fx.map_arg((arguments(node), dict(node.kwargs)), inputs.__getitem__)
         if (place := _ALONG.get(node.target)) is not None:
             args = (*args[:place], 1, *args[place + 1 :])
-        found = self.emit(node, node.target, *args, **kwargs)
-        view = self.emit(node, aten.view.default, found, [*lead, self.width])
+        found = _emit(node, node.target, *args, **kwargs)
+        view = _emit(node, aten.view.default, found, [*lead, self.width])
         node.replace_all_uses_with(view)
         self.rows[view] = (found, lead)
 
@@ -244,37 +236,37 @@ class _Matrices(_Editing):
         first = args[0]
         if first in self.zeros and (target in _OF_ONE or (target is aten.mul.Tensor and not isinstance(args[1], fx.Node))):
             matrix, lead, steps = self.zeros[first]
-            self.zeros[node] = (self.emit(node, target, matrix, *args[1:], **node.kwargs), lead, steps)
+            self.zeros[node] = (_emit(node, target, matrix, *args[1:], **node.kwargs), lead, steps)
         elif first in self.zeros and target in (aten.t.default, aten.transpose.int, aten.permute.default):
             if first.meta["val"].dim() == 2 and node.meta["val"].shape[0] == self.width:
                 self.turned[node] = first
         elif first in self.zeros and target is aten.sum.dim_IntList and list(args[1]) == [0] and first.meta["val"].dim() == 2:
-            node.replace_all_uses_with(self.emit(node, target, self.zeros[first][0], *args[1:], **node.kwargs))
+            node.replace_all_uses_with(_emit(node, target, self.zeros[first][0], *args[1:], **node.kwargs))
         elif target is aten.mm.default and first in self.zeros and args[1] not in self.zeros:
             matrix, lead, steps = self.zeros[first]
-            found, width = self.emit(node, target, matrix, args[1]), node.meta["val"].shape[1]
-            found = self.emit(node, aten.reshape.default, found, [*lead, width])
+            found, width = _emit(node, target, matrix, args[1]), node.meta["val"].shape[1]
+            found = _emit(node, aten.reshape.default, found, [*lead, width])
             for step in steps:
                 _, sizes, *rest = arguments(step)
-                found = self.emit(node, step.target, found, [*sizes[:-1], width], *rest)
-            node.replace_all_uses_with(self.emit(node, aten.reshape.default, found, [-1, width]))
+                found = _emit(node, step.target, found, [*sizes[:-1], width], *rest)
+            node.replace_all_uses_with(_emit(node, aten.reshape.default, found, [-1, width]))
         elif target is aten.mm.default and first in self.turned and args[1] not in self.zeros:
             matrix = self.zeros[self.turned[first]][0]
             own = self._taken(args[1], self.zeros[self.turned[first]][2], node)
-            node.replace_all_uses_with(self.emit(node, target, self.emit(node, aten.t.default, matrix), own))
+            node.replace_all_uses_with(_emit(node, target, _emit(node, aten.t.default, matrix), own))
         elif target is aten.mm.default and len(args) == 2 and args[1] in self.zeros and first not in self.turned:
             matrix, _, steps = self.zeros[args[1]]
-            own = self._taken(self.emit(node, aten.t.default, first), steps, node)
-            node.replace_all_uses_with(self.emit(node, target, self.emit(node, aten.t.default, own), matrix))
+            own = self._taken(_emit(node, aten.t.default, first), steps, node)
+            node.replace_all_uses_with(_emit(node, target, _emit(node, aten.t.default, own), matrix))
 
     def _taken(self, node: fx.Node, steps: Sequence[fx.Node], anchor: fx.Node) -> fx.Node:
         """The rows of a matrix that are in the places where others were put among zeros."""
         width = node.meta["val"].shape[1]
-        node = self.emit(anchor, aten.reshape.default, node, [*arguments(steps[-1])[1][:-1], width])
+        node = _emit(anchor, aten.reshape.default, node, [*arguments(steps[-1])[1][:-1], width])
         for step in reversed(steps):
             _, _, *rest = arguments(step)
-            node = self.emit(anchor, aten.slice.Tensor, node, *rest)
-        return self.emit(anchor, aten.reshape.default, node, [-1, width])
+            node = _emit(anchor, aten.slice.Tensor, node, *rest)
+        return _emit(anchor, aten.reshape.default, node, [-1, width])
 
 
 def _read_elsewhere(graph: TrainingGraph) -> set[fx.Node]:

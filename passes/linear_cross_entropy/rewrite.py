@@ -17,9 +17,9 @@ from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.row_rules import NLL, arguments
-from graphopt.compat import IN_FORWARD, fake_mode_of
+from graphopt.compat import IN_FORWARD
 from graphopt.graph import TrainingGraph
-from graphopt.transforms.edit import ORIGIN, insert_node
+from graphopt.transforms.edit import insert_node
 
 aten = torch.ops.aten
 
@@ -41,7 +41,6 @@ class _Chunking:
         self.place = {node: i for i, node in enumerate(graph.graph.nodes)}
         self.anchor = min(head.losses, key=self.place.__getitem__)
         self.early: dict[fx.Node, fx.Node] = {}
-        self.fake_mode = fake_mode_of([graph.example])
 
     def apply(self, tokens: int) -> None:
         """See `in_chunks`."""
@@ -86,6 +85,6 @@ class _Chunking:
         return self.early[node]
 
     def _emit(self, target: Any, args: Any, kwargs: dict[str, Any] | None = None, backward: bool = False) -> fx.Node:
-        node = insert_node(self.graph.graph, target, tuple(args), self.anchor, kwargs, ORIGIN, self.fake_mode)
+        node = insert_node(self.graph.graph, target, tuple(args), self.anchor, kwargs)
         node.meta["partitioner_tag"] = "is_backward" if backward else "is_forward"
         return node

@@ -6,21 +6,21 @@ Preserves: EXACT.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
+from graphopt.passes.fields import require_whole
 from graphopt.passes.linear_cross_entropy.heads import Head, find_heads
 from graphopt.passes.linear_cross_entropy.matrices import NotSeparable, as_matrices
 from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
-from torch import fx
 
 from graphopt.analysis.flops import flop_profile
+from graphopt.analysis.kept import kept
 from graphopt.analysis.row_rules import NLL
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
@@ -42,8 +42,6 @@ SLOWER = 0.02
 
 LEAST_TOKENS = 32
 """Of a chunk, however little memory there is."""
-
-_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[Hashable, Sequence[Head]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class LinearCrossEntropy(Technique):
         chunks: into how many parts the tokens of a batch are divided. None: as many as take no more than 2 % of a step's time by
             the roofline, where that saves 64 MiB or more; and as many more as `Budget(memory=...)` needs.
     Raises:
-        PassError: fewer than one chunk.
+        PassError: no number of chunks.
     """
 
     chunks: int | None = None
@@ -86,12 +84,12 @@ class LinearCrossEntropy(Technique):
     unneeded = "no logits are large enough"
 
     def __post_init__(self) -> None:
-        if self.chunks is not None and self.chunks < 1:
-            raise PassError(f"linear_cross_entropy: chunks={self.chunks} must be at least 1.")
+        if self.chunks is not None:
+            require_whole(self, "chunks")
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every head, by the name of its weight."""
-        return [Site(head.name) for head in known_heads(graph)]
+        return [Site(head.name) for head in find_heads(prepared(graph))[0]]
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Leave a plan where nothing is worth it; or stay for the memory's sake alone."""
@@ -191,14 +189,10 @@ def _samples(plan: Plan) -> bool:
 
 
 def known_heads(graph: TrainingGraph) -> Sequence[Head]:
-    """The heads of a graph, which are looked for once: it is not changed any more, see `graphopt.planner.rewrites`."""
+    """The heads of a graph, which are looked for once."""
     if not graph.graph.find_nodes(op="call_function", target=NLL):
         return ()
-    known = _known.setdefault(graph.module, {})
-    own = graph.batch_size, graph.batch_dims, graph.static_reason  # graphs of one module may differ in these
-    if own not in known:
-        known[own] = find_heads(prepared(graph))[0]
-    return known[own]
+    return kept(graph, "heads", None, lambda: find_heads(prepared(graph))[0])
 
 
 def prepared(graph: TrainingGraph) -> TrainingGraph:

@@ -5,6 +5,6 @@ order P'GQ is computed); training: `subspaces`, `projectors`, `learning`, `optim
 `offload_nodes`, `host_adam`, `workers`, `transfer`, `transition`.
 """
 
-from graphopt.passes.lsp.technique import SCHEDULES, Compressed, Lsp
+from graphopt.passes.lsp.technique import Compressed, Lsp
 
-__all__ = ["SCHEDULES", "Compressed", "Lsp"]
+__all__ = ["Compressed", "Lsp"]

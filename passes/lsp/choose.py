@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from graphopt.passes.lsp.orders import ORDERS, CompressionShape, order_flops, steps
-from graphopt.passes.lsp.weight_gradients import Term, WeightGradient, find_weight_gradients
+from graphopt.passes.lsp.weight_gradients import WeightGradient, find_weight_gradients
 from graphopt.passes.technique import Smaller
 
+from graphopt.analysis.products import Matrix
 from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, TimesFor
 
@@ -90,9 +91,9 @@ def _seconds(order: str, shape: CompressionShape, times: ProductTimes) -> float:
     return sum(times.product(*d) for d in dense) + sum(times.combined(*c) for c in sparse)
 
 
-def compression_shape(gradient: WeightGradient, term: Term, rewrite: Lsp, graph: TrainingGraph) -> CompressionShape:
+def compression_shape(gradient: WeightGradient, term: Matrix, rewrite: Lsp, graph: TrainingGraph) -> CompressionShape:
     """The sizes of one product, rows as a formula of the batch."""
-    rows = graph.formula(term.factors[0].meta["val"].shape[1])
+    rows = graph.formula(term.leaf.all_input_nodes[0].meta["val"].shape[1])
     return CompressionShape(*gradient.shape, rows, rewrite.subspace, rewrite.nonzeros)
 
 
@@ -103,7 +104,8 @@ def smaller_gradients(graph: TrainingGraph, rewrite: Lsp) -> dict[str, Smaller]:
         if rewrite.refusal(gradient):
             continue
         width = max(4, gradient.node.meta["val"].element_size())  # half precision is compressed in float32
-        projectors = sum(gradient.shape) * rewrite.nonzeros * (2 * width + 3 * 4)  # values twice, three places of each
+        each = width if rewrite.nonzeros == rewrite.subspace else 2 * width + 3 * 4  # values twice, three places of each
+        projectors = sum(gradient.shape) * rewrite.nonzeros * each
         shapes = [compression_shape(gradient, term, rewrite, graph) for term in gradient.terms]
         flops = min(_flops(order, shapes, graph) for order in ORDERS)
         found[gradient.name] = Smaller(projectors + rewrite.subspace**2 * width, flops)

@@ -6,14 +6,14 @@ P and Q are inputs of the rewritten graph, and so is a variable D (s x s) whose 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from graphopt.passes.lsp.projectors import Subspace, entries_per_column
-from graphopt.passes.lsp.weight_gradients import Term, WeightGradient
+from graphopt.passes.lsp.weight_gradients import WeightGradient
 from torch import Tensor, fx
 
-from graphopt.analysis.products import value_numbers
+from graphopt.analysis.products import Matrix, value_numbers
 from graphopt.compat import RECOMPUTE, InputDesc, fake_like, is_recomputed
 from graphopt.graph import TrainingGraph, descendants
 from graphopt.transforms.edit import ORIGIN, insert_node, simplify_sizes, sort_nodes
@@ -25,7 +25,7 @@ combine_rows = torch.ops.graphopt.combine_rows.default
 @dataclass(frozen=True)
 class Part:
     """What an input of a rewritten graph is: the "rows" or "values" of the "left" or "right" projector of `weight` (see
-    `Projector.rows` and `Projector.by_column`)."""
+    `Projector.rows` and `Projector.by_column`), or all of a dense one, its "matrix"."""
 
     weight: str
     what: str
@@ -33,6 +33,10 @@ class Part:
 
     def __str__(self) -> str:
         return f"{self.side} {self.what} of {self.weight}"
+
+
+Side = tuple[fx.Node] | tuple[fx.Node, fx.Node]
+"""The inputs that hold a projector: its matrix, or its rows and values."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,9 @@ def given_inputs(weight: str, subspace: Subspace) -> dict[InputDesc, Tensor]:
     return {
         InputDesc("given", Part(weight, what, side)): value
         for side, projector in (("left", subspace.left), ("right", subspace.right))
-        for what, value in (("rows", projector.rows), ("values", projector.by_column))
+        for what, value in (
+            [("matrix", projector.values)] if projector.is_dense else [("rows", projector.rows), ("values", projector.by_column)]
+        )
     }
 
 
@@ -78,35 +84,31 @@ class Compressor:
         s, d = self.size, self.nonzeros
         exact = torch.float64 if example.dtype == torch.float64 else torch.float32
 
-        def given(what: str, side: str, size: int, dtype: torch.dtype) -> fx.Node:
-            value = fake_like(example, (s, size), dtype)
+        def given(what: str, side: str, shape: tuple[int, int], dtype: torch.dtype) -> fx.Node:
+            value = fake_like(example, shape, dtype)
             node = self.graph.add_input(InputDesc("given", Part(gradient.name, what, side)), value)
             self._after_the_others(node)
             return node
 
-        left, right = (
-            (given("rows", side, e, torch.int32), given("values", side, e, exact))
-            for side, e in (("left", entries_per_column(m, d, s)), ("right", entries_per_column(n, d, s)))
-        )
+        def projector(side: str, rows: int) -> Side:
+            if d == s:
+                return (given("matrix", side, (rows, s), exact),)
+            shape = s, entries_per_column(rows, d, s)
+            return given("rows", side, shape, torch.int32), given("values", side, shape, exact)
+
+        left, right = projector("left", m), projector("right", n)
         variable = InputDesc("compressed", gradient.name)
         self._after_the_others(self.graph.add_input(variable, fake_like(example, (s, s), exact)))
         total: fx.Node | None = None
-        for term in sorted(gradient.terms, key=lambda term: self.position[term.node]):
+        for term in sorted(gradient.terms, key=lambda term: self.position[term.leaf]):
             part = self._term(term, order, left, right)
-            total = part if total is None else self._emit(aten.add.Tensor, (total, part), term.node)
+            total = part if total is None else self._emit(aten.add.Tensor, (total, part), term.leaf)
         if total is None:  # not a sum of products: it is formed
-            result = self._emit(combine_rows, (gradient.node, *left), gradient.node)
+            result = self._times(left, gradient.node, gradient.node)
             total = self._right(result, right, gradient.node)
         if total.meta["val"].dtype != exact:
             total = self._emit(aten._to_copy.default, (total,), gradient.node, {"dtype": exact})
         self.graph.compress_gradient(gradient.name, total)
-
-    def whole(self, gradient: WeightGradient) -> None:
-        """Return a gradient as it is, as that of a variable."""
-        exact = torch.float64 if gradient.node.meta["val"].dtype == torch.float64 else torch.float32
-        value = self._emit(aten._to_copy.default, (gradient.node,), gradient.node, {"dtype": exact})
-        self._after_the_others(self.graph.add_input(InputDesc("compressed", gradient.name), value.meta["val"]))
-        self.graph.compress_gradient(gradient.name, value)
 
     def exchange(self, gradient: WeightGradient, to: Exchange) -> None:
         """Return what a receiver makes of a gradient."""
@@ -121,43 +123,56 @@ class Compressor:
         self.inputs += 1
         self.position[node] = self.last_input + 1 - 1 / (self.inputs + 1)
 
-    def _term(self, term: Term, order: str, left: tuple[fx.Node, fx.Node], right: tuple[fx.Node, fx.Node]) -> fx.Node:
+    def _times(self, projector: Side, matrix: fx.Node, anchor: fx.Node) -> fx.Node:
+        """A projector's transpose, P', by a matrix."""
+        if len(projector) == 2:
+            return self._emit(combine_rows, (matrix, *projector), anchor)
+        dtype, (dense,) = matrix.meta["val"].dtype, projector
+        if dense.meta["val"].dtype != dtype:
+            dense = self._emit(aten._to_copy.default, (dense,), anchor, {"dtype": dtype})
+        return self._emit(aten.mm.default, (self._transposed(dense, anchor), matrix), anchor)
+
+    def _term(self, term: Matrix, order: str, left: Side, right: Side) -> fx.Node:
         """scale * P'ABQ of one product AB."""
-        anchor = term.node
-        a, b = term.factors
+        anchor = term.leaf
+        a, b = cast(tuple[fx.Node, fx.Node], anchor.args)
         if term.transposed:  # (LR)' = R'L'
             a, b = self._transposed(b, anchor), self._transposed(a, anchor)
 
         def table(node: fx.Node, transposed: bool) -> fx.Node:
-            return self._table(node, transposed, anchor)
+            return self._table(node, transposed, anchor, len(left) == 2)
 
         if order in ("activations", "left"):
-            result = self._emit(combine_rows, (table(a, False), *left), anchor)  # P'A
+            result = self._times(left, table(a, False), anchor)  # P'A
             if order == "activations":
-                other = self._emit(combine_rows, (table(b, True), *right), anchor)  # (BQ)'
+                other = self._times(right, table(b, True), anchor)  # (BQ)'
                 result = self._emit(aten.mm.default, (result, self._transposed(other, anchor)), anchor)
             else:
                 result = self._right(self._emit(aten.mm.default, (result, b), anchor), right, anchor)
         elif order == "right":
-            other = self._emit(combine_rows, (table(b, True), *right), anchor)
+            other = self._times(right, table(b, True), anchor)
             product = self._emit(aten.mm.default, (a, self._transposed(other, anchor)), anchor)
-            result = self._emit(combine_rows, (product, *left), anchor)
+            result = self._times(left, product, anchor)
         else:
             formed = self._emit(aten.t.default, (anchor,), anchor) if term.transposed else anchor
-            result = self._right(self._emit(combine_rows, (formed, *left), anchor), right, anchor)
+            result = self._right(self._times(left, formed, anchor), right, anchor)
         if term.scale != 1.0:
             result = self._emit(aten.mul.Tensor, (result, term.scale), anchor)
         return result
 
-    def _right(self, node: fx.Node, right: tuple[fx.Node, fx.Node], anchor: fx.Node) -> fx.Node:
+    def _right(self, node: fx.Node, right: Side, anchor: fx.Node) -> fx.Node:
         """An (s x n) matrix by Q."""
         transposed = self._emit(aten.t.default, (node,), anchor)
-        return self._emit(aten.t.default, (self._emit(combine_rows, (transposed, *right), anchor),), anchor)
+        return self._emit(aten.t.default, (self._times(right, transposed, anchor),), anchor)
 
-    def _table(self, node: fx.Node, transposed: bool, anchor: fx.Node) -> fx.Node:
-        """`node`, or its transpose, with contiguous rows; weights that share an operand (as q, k and v do) share the copy."""
+    def _table(self, node: fx.Node, transposed: bool, anchor: fx.Node, contiguous: bool) -> fx.Node:
+        """`node`, or its transpose.
+
+        Args:
+            contiguous: with contiguous rows; weights that share an operand (as q, k and v do) share the copy.
+        """
         node = self._transposed(node, anchor) if transposed else node
-        if node.target is not aten.t.default:
+        if node.target is not aten.t.default or not contiguous:
             return node
         source = node.args[0]
         assert isinstance(source, fx.Node)

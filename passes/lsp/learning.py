@@ -54,7 +54,8 @@ class BlockMoments:
         columns = (first.view(count, 1, 1) + torch.arange(d)).expand(-1, self.rows.shape[1], -1)
         present = self.rows >= 0
         order = self.rows[present].argsort()
-        return Projector(columns[present][order].to(torch.int32), vectors[present][order].contiguous(), s)
+        values = vectors[present][order].contiguous()
+        return Projector.of_dense(values) if d == s else Projector(columns[present][order].to(torch.int32), values, s)
 
 
 def block_sizes(m: int, s: int, d: int) -> tuple[int, int, int]:

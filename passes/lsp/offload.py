@@ -38,7 +38,7 @@ class _Started:
 
     gradient: Tensor
     copied: Future[Any]
-    update: Future[Any] | None
+    update: Future[Any]
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,16 @@ class Offload:
         weights: by name, from the input to the output.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], update: Update, updates_in_backward: bool = True) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], update: Update) -> None:
         """Set up the threads; they start with the first task.
 
         Args:
             weights: by name, from the input to the output.
             update: runs on the host's thread.
-            updates_in_backward: otherwise only copies start there (ZeRO-Offload's schedule).
         """
         self.weights = dict(weights)
         self.transfer = Transfer()
         self.update = update
-        self.updates_in_backward = updates_in_backward
         self.newest_first: set[str] = set()
         self.out = Worker("copies to the host", self.newest_first)
         self.host = Worker("host", self.newest_first)
@@ -85,9 +83,9 @@ class Offload:
         """A compressed gradient has just been computed: start to copy it and to compute its update."""
         self._span.mark(gradient)
         if not self._rest:
-            self.started[name] = self._start(name, gradient, self.updates_in_backward)
+            self.started[name] = self._start(name, gradient)
 
-    def _start(self, name: str, gradient: Tensor, and_update: bool) -> _Started:
+    def _start(self, name: str, gradient: Tensor) -> _Started:
         staged, written = self.transfer.stage(gradient)
 
         def copy() -> Tensor:
@@ -95,10 +93,8 @@ class Offload:
             return self._timed("to_host", self.transfer.to_host, staged)
 
         copied = self.out.submit(name, copy)
-        return _Started(staged, copied, self._updated(name, copied) if and_update else None)
-
-    def _updated(self, name: str, copied: Future[Any]) -> Future[Any]:
-        return self.host.then(copied, name, lambda value: self._timed("update", self.update, name, value))
+        update = self.host.then(copied, name, lambda value: self._timed("update", self.update, name, value))
+        return _Started(staged, copied, update)
 
     def _timed(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
@@ -108,7 +104,7 @@ class Offload:
 
     def forget_started(self) -> None:
         """Wait for the updates that began in the backward, and drop them."""
-        wait([f for s in self.started.values() for f in (s.copied, s.update) if f is not None])
+        wait([f for s in self.started.values() for f in (s.copied, s.update)])
         self.started.clear()
 
     def results(self, gradients: dict[str, Tensor]) -> dict[str, Any]:
@@ -122,8 +118,7 @@ class Offload:
         same = _equal([(s.gradient, gradients[name]) for name, s in candidates.items()])
         good = {name for name, equal in zip(candidates, same, strict=True) if equal}
         for name, gradient in gradients.items():
-            started = candidates[name] if name in good else self._start(name, gradient, True)
-            futures[name] = started.update or self._updated(name, started.copied)
+            futures[name] = (candidates[name] if name in good else self._start(name, gradient)).update
         self.forget_started()
         wait(futures.values())
         self._rest = REST if len(good) < len(candidates) else max(0, self._rest - 1)

@@ -18,19 +18,18 @@ from graphopt.ops.host_callback import TOKEN
 from graphopt.transforms.edit import sort_nodes
 
 
-def insert_offload(graph: TrainingGraph, names: Sequence[str], callback: int, gate_of: int, gated: bool) -> TrainingGraph:
+def insert_offload(graph: TrainingGraph, names: Sequence[str], callback: int, gate_of: int) -> TrainingGraph:
     """A copy of `graph` with a gate at every weight in `names` and a host callback for its compressed gradient.
 
     Args:
         names: weights, compressed in `graph`; the position in here is the number of the site.
         callback, gate_of: receivers, see `graphopt.ops.host_callback`.
-        gated: without gates, updates must have been applied before the forward begins.
     """
     result = graph.clone()
     position = {node: float(i) for i, node in enumerate(result.graph.nodes)}
     sites = {name: i for i, name in enumerate(names)}
     for node, name in result.parameter_nodes().items():
-        if gated and name in sites and node.users:
+        if name in sites and node.users:
             _insert_gate(result, node, gate_of, sites[name], position)
     gradients = {n: g for n, g in result.gradients().items() if n in result.compressed and n in sites}
     token: fx.Node | None = None

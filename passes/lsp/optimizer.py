@@ -15,6 +15,7 @@ from graphopt.passes.lsp.subspaces import Subspaces
 from graphopt.passes.state import MakeOptimizer
 from torch import Tensor, nn
 
+from graphopt.compat.optimizer_hooks import load_with_hooks, state_with_hooks
 from graphopt.errors import GraphoptError, InputError
 from graphopt.runtime.load_optimizer import load_optimizer
 from graphopt.runtime.plain_values import from_plain, to_plain
@@ -63,8 +64,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         handles = [hooked(w, _Direct(subspaces, name)) for name, w in self._weights.items()]
         if subspaces.offload is not None:
             order = list(subspaces.names)[::-1]
-            updates_in_backward = subspaces.rewrite.schedule == "layerwise"
-            self.offload = Offload({n: self._weights[n] for n in order}, _Method(own, "host_update"), updates_in_backward)
+            self.offload = Offload({n: self._weights[n] for n in order}, _Method(own, "host_update"))
             subspaces.take_offload(self.offload, self._stepped())
             handles += synchronize_before_reading(model, self.offload)
         weakref.finalize(self, _end, handles, self.offload)
@@ -145,8 +145,6 @@ class SubspaceOptimizer(torch.optim.Optimizer):
                 self.offload.commit(name, update.direction, apply)
             else:
                 apply(update.direction.to(self._weights[name].device), self._weights[name])
-        if self.subspaces.rewrite.schedule != "layerwise":
-            self.synchronize()
         self.subspaces.stepped(stepped)
         return loss
 
@@ -184,7 +182,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         stepped = self._stepped()
         numbers = {id(group): i for i, group in enumerate(self.param_groups)}
         self._group_of = {name: numbers[id(group)] for name, group in stepped.items()}
-        self.subspaces.claim(stepped, self._changed)
+        self.subspaces.claim(stepped, map(id, self.parameters()), self._changed)
 
     def _options(self, name: str) -> tuple[Any, ...]:
         group = self.param_groups[self._group_of[name]]
@@ -233,6 +231,9 @@ class SubspaceOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As of torch optimizers, with the projectors under "lsp" and Adam's states in them under "moments"."""
+        return state_with_hooks(self, self._state)
+
+    def _state(self) -> dict[str, Any]:
         self.synchronize()
         own = {self.subspaces.rewrite.name: self.subspaces.snapshot(), "moments": to_plain(self.moments)}
         return self.inner.state_dict() | own
@@ -243,6 +244,9 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         Raises:
             InputError: it is of another optimizer, of other weights, or of another size of subspace; nothing is changed then.
         """
+        load_with_hooks(self, state_dict, self._load)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         projectors = self.subspaces.rewrite.name
         if projectors not in state_dict:
             raise InputError(f"this is not the state of an optimizer with compressed gradients: it has no {projectors!r}.")

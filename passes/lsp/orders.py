@@ -42,13 +42,15 @@ def steps(order: str, shape: CompressionShape) -> tuple[list[tuple[Any, Any, Any
     """What an order computes: dense products (m, k, n), and sums (rows of the result, entries, rows of the table, width)."""
     m, n, rows, s = shape.m, shape.n, shape.rows, shape.size
     left, right = shape.left_entries, shape.right_entries
-    if order == "activations":
-        return [(s, rows, s)], [(s, left, m, rows), (s, right, n, rows)]
-    if order == "left":
-        return [(s, rows, n)], [(s, left, m, rows), (s, right, n, s)]
-    if order == "right":
-        return [(m, rows, s)], [(s, right, n, rows), (s, left, m, s)]
-    return [(m, rows, n)], [(s, left, m, n), (s, right, n, s)]
+    product, sums = {
+        "activations": ((s, rows, s), [(s, left, m, rows), (s, right, n, rows)]),
+        "left": ((s, rows, n), [(s, left, m, rows), (s, right, n, s)]),
+        "right": ((m, rows, s), [(s, right, n, rows), (s, left, m, s)]),
+        "formed": ((m, rows, n), [(s, left, m, n), (s, right, n, s)]),
+    }[order]
+    if shape.nonzeros == s:
+        return [product, *((r, table, width) for r, _, table, width in sums)], []
+    return [product], sums
 
 
 def order_flops(order: str, shape: CompressionShape) -> Any:

@@ -1,7 +1,8 @@
 """Sparse projectors of weights' gradients: G (m x n) is represented by P'GQ (s x s) (LSP-Offload, section 4.1).
 
-P (m x s) and Q (n x s) have d non-zeros per row. Freshly drawn they are unbiased, E[PP'GQQ'] = G, but far from any one G; they
-are learned from gradients of the training at hand, in closed form (`learning`) and by descent on their values.
+P (m x s) and Q (n x s) have d non-zeros per row; where d = s they are dense, and multiplied as such. Freshly drawn they are
+unbiased, E[PP'GQQ'] = G, but far from any one G; they are learned from gradients of the training at hand, in closed form
+(`learning`) and by descent on their values.
 """
 
 from __future__ import annotations
@@ -24,14 +25,25 @@ class Projector:
     """A sparse (m x s) matrix with d entries in every row.
 
     Attributes:
-        columns: (m, d) int32, different ones in a row.
-        values: (m, d).
+        columns: (m, d) int32, different ones in a row; of a dense matrix in their order.
+        values: (m, d); of a dense matrix itself.
         size: s.
     """
 
     columns: Tensor
     values: Tensor
     size: int
+
+    @classmethod
+    def of_dense(cls, values: Tensor) -> Projector:
+        """A matrix (m x s) without zeros."""
+        m, s = values.shape
+        return cls(torch.arange(s, dtype=torch.int32, device=values.device).expand(m, s), values, s)
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether d = s."""
+        return self.values.shape[1] == self.size
 
     @cached_property
     def _entries(self) -> tuple[Tensor, Tensor]:
@@ -59,23 +71,32 @@ class Projector:
     def with_values(self, values: Tensor) -> Projector:
         """The same support with other values."""
         result = replace(self, values=values)
-        result.__dict__["_entries"] = self._entries  # the support is the same
+        if not self.is_dense:
+            result.__dict__["_entries"] = self._entries  # the support is the same
         return result
 
     def product(self, matrix: Tensor) -> Tensor:
         """P by an (s, N) matrix."""
-        return combine_rows(matrix, self.columns, self.values)
+        return self.values @ matrix if self.is_dense else combine_rows(matrix, self.columns, self.values)
 
     def transposed_product(self, matrix: Tensor) -> Tensor:
         """P' by an (m, N) matrix."""
-        return combine_rows(matrix, self.rows, self.by_column)
+        return self.values.t() @ matrix if self.is_dense else combine_rows(matrix, self.rows, self.by_column)
 
     def dense(self) -> Tensor:
         """P itself."""
+        if self.is_dense:
+            return self.values
         return self.values.new_zeros(self.columns.shape[0], self.size).scatter_(1, self.columns.long(), self.values)
+
+    def at_entries(self, matrix: Tensor) -> Tensor:
+        """What an (m, s) matrix holds where this one has its entries, (m, d)."""
+        return matrix if self.is_dense else matrix.gather(1, self.columns.long())
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projector:
         """A copy elsewhere."""
+        if self.is_dense:
+            return Projector.of_dense(self.values.to(device, dtype))
         return Projector(self.columns.to(device), self.values.to(device, dtype), self.size)
 
 
@@ -93,6 +114,8 @@ def draw_projector(m: int, s: int, d: int, generator: torch.Generator) -> Projec
     Args:
         m, s, d: 1 <= d <= s <= m.
     """
+    if d == s:
+        return Projector.of_dense(torch.randn(m, s, generator=generator) / math.sqrt(s))
     per_permutation = s // d
     permutations = [
         torch.randperm(s, generator=generator)[: per_permutation * d].view(per_permutation, d)
@@ -125,26 +148,6 @@ class Subspace:
     def to(self, device: torch.device, dtype: torch.dtype) -> Subspace:
         """A copy elsewhere."""
         return Subspace(self.left.to(device, dtype), self.right.to(device, dtype))
-
-
-class Whole(Subspace):
-    """No compression: P and Q are identities that are never applied."""
-
-    def __init__(self) -> None:
-        nothing = Projector(torch.zeros(0, 1, dtype=torch.int32), torch.zeros(0, 1), 1)
-        super().__init__(nothing, nothing)
-
-    def compress(self, gradient: Tensor) -> Tensor:
-        """The gradient."""
-        return gradient
-
-    def decompress(self, compressed: Tensor) -> Tensor:
-        """The gradient."""
-        return compressed
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> Subspace:
-        """Itself."""
-        return self
 
 
 def draw_subspace(shape: tuple[int, int], s: int, d: int, generator: torch.Generator) -> Subspace:
@@ -215,8 +218,7 @@ def _error_and_gradients(subspace: Subspace, gradient: Tensor) -> tuple[float, T
     along_left = right_excess.t() @ g.t() + right_side.t() @ h.t()
     along_right = left_excess.t() @ g + left_side.t() @ h
     scale = 1 / (distance * norm)
-    by_left, by_right = along_left.gather(1, left.columns.long()), along_right.gather(1, right.columns.long())
-    return distance / norm, scale * by_left, scale * by_right
+    return distance / norm, scale * left.at_entries(along_left), scale * right.at_entries(along_right)
 
 
 def unseen_energy(old: Subspace, new: Subspace, gradient: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from graphopt.passes.lsp.compressed_weight import Changed, CompressedWeight
 from graphopt.passes.lsp.compressor import Part
 from graphopt.passes.lsp.learning import draw_moments, scaled_to_one
 from graphopt.passes.lsp.offload import Offload
-from graphopt.passes.lsp.projectors import Subspace, Whole, draw_subspace, fit, unseen_energy
+from graphopt.passes.lsp.projectors import Subspace, draw_subspace, fit, unseen_energy
 from graphopt.passes.lsp.subspaces_state import SubspacesState, WeightState
 from graphopt.passes.lsp.technique import Lsp
 from graphopt.passes.state import MakeOptimizer, State
@@ -60,13 +60,11 @@ class Subspaces(State):
         self._checked_at = -1
         self._checks = self._again = self._awaited = False
         self._cleared = Cleared()
+        self._beside: set[int] = set()
         for name, weight in weights.items():
             exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
             zero = torch.zeros((), dtype=exact, device=weight.device)
             shape = (weight.shape[0], weight.shape[1])
-            if rewrite.schedule == "zero":
-                self.weights[name] = CompressedWeight(name, shape, nn.Parameter(zero.expand(shape)), Whole())
-                continue
             variable = nn.Parameter(zero.expand(rewrite.subspace, rewrite.subspace))
             self.weights[name] = CompressedWeight(name, shape, variable, self._drawn(shape, weight.device, exact))
             self.weights[name].install(self.weights[name].subspace)
@@ -94,7 +92,7 @@ class Subspaces(State):
                 "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
             )
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)}
-        others = {n: p for n, p in trained.items() if n not in self.weights}
+        others = {n: p for n, p in trained.items() if id(p) in self._beside}
         none = all(w.variable.grad is None for w in self.weights.values())
         if not none and self._cleared.are(others, stepped=not self.forwards):
             self.clear_gradients()
@@ -175,7 +173,7 @@ class Subspaces(State):
         """
         self._again = self._checked_at == self.steps // self.rewrite.check_every
         unseen = any(math.isnan(w.error) for name, w in self.weights.items() if name in trained)
-        return self.rewrite.schedule != "zero" and (not self._again or (unseen and self.steps & (self.steps - 1) == 0))
+        return not self._again or (unseen and self.steps & (self.steps - 1) == 0)
 
     def nothing_to_check(self) -> None:
         """The step that was to compare projectors computes no compressed gradient: none of these weights is trained now."""
@@ -314,9 +312,8 @@ class Subspaces(State):
             self.synchronize()
             for name, w in self.weights.items():
                 now, after = subspaces[name]
-                if self.rewrite.schedule != "zero":
-                    w.install(now)
-                    w.next = after
+                w.install(now)
+                w.next = after
                 state = saved.weights[name]
                 w.error, w.fits, w.skipped = state.error, state.fits, state.skipped
                 w.gathered, w.moments, w.batches = state.gathered, moments[name], state.batches
@@ -332,8 +329,8 @@ class Subspaces(State):
             if name in self.weights:
                 self.weights[name].variable.grad = None
 
-    def claim(self, names: Collection[str], changed: Changed) -> None:
-        """An optimizer takes over weights; those that none has taken get no gradient.
+    def claim(self, names: Collection[str], beside: Iterable[int], changed: Changed) -> None:
+        """An optimizer takes over weights, and others `beside` them, by `id`; weights that none has taken get no gradient.
 
         Raises:
             GraphoptError: it takes none.
@@ -344,4 +341,5 @@ class Subspaces(State):
             if name in names:
                 w.changed = changed
             w.variable.requires_grad_(w.changed is not None)
+        self._beside.update(beside)
         self.used = True

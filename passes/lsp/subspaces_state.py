@@ -18,24 +18,29 @@ from graphopt.errors import InputError
 
 @dataclass(frozen=True)
 class ProjectorState:
-    """See `Projector`; on the CPU."""
+    """See `Projector`; on the CPU. A dense one has no columns."""
 
     columns: Tensor
     values: Tensor
 
     def check(self, like: Projector, name: str, side: str, size: int) -> None:
         """Raise `InputError` unless it can take the place of `like`."""
-        nonzeros = self.columns.shape[-1] if self.columns.dim() == 2 else 0
+        nonzeros = self.values.shape[-1] if self.values.dim() == 2 else 0
         if nonzeros != like.columns.shape[1]:
             raise _other(f"{side} nonzeros", nonzeros, name, like.columns.shape[1])
-        fits = self.columns.dtype == torch.int32 and self.columns.shape == self.values.shape == like.columns.shape
+        entries = self.columns.shape == (self.values.shape if not like.is_dense else (0, 0))
+        fits = entries and self.columns.dtype == torch.int32 and self.values.shape == like.values.shape
         if not fits or not self.values.is_floating_point():
-            raise InputError(f"the {side} projector of {name} is no sparse matrix with {tuple(like.columns.shape)} entries.")
+            raise InputError(f"the {side} projector of {name} is no sparse matrix with {tuple(like.values.shape)} entries.")
         columns = self.columns.flatten().long()
         if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= size):
             raise InputError(f"the {side} projector of {name} has an entry outside its {size} columns.")
         if columns.numel() and int(columns.bincount().max()) > entries_per_column(len(self.columns), nonzeros, size):
             raise InputError(f"the {side} projector of {name} has a column with too many entries.")
+
+    def projector(self, size: int) -> Projector:
+        """The projector (m x s)."""
+        return Projector(self.columns, self.values, size) if self.columns.numel() else Projector.of_dense(self.values)
 
 
 @dataclass(frozen=True)
@@ -48,14 +53,15 @@ class SidesState:
     @classmethod
     def of(cls, subspace: Subspace) -> SidesState:
         """The state of a subspace."""
-        left, right = (ProjectorState(p.columns.cpu(), p.values.cpu()) for p in (subspace.left, subspace.right))
+        sides = (subspace.left, subspace.right)
+        left, right = (ProjectorState((p.columns[:0, :0] if p.is_dense else p.columns).cpu(), p.values.cpu()) for p in sides)
         return cls(left, right)
 
     def subspace(self, name: str, size: int, like: Subspace, variable: Tensor) -> Subspace:
         """The subspace, where `variable` is."""
         self.left.check(like.left, name, "left", size)
         self.right.check(like.right, name, "right", size)
-        left, right = (Projector(p.columns, p.values, size) for p in (self.left, self.right))
+        left, right = (p.projector(size) for p in (self.left, self.right))
         return Subspace(left, right).to(variable.device, variable.dtype)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
+from graphopt.passes.fields import require_names, require_number, require_one_of, require_seed, require_whole
 from graphopt.passes.lsp.choose import choose_compressions, fewest_flops, smaller_gradients
 from graphopt.passes.lsp.compressor import Compressor, Exchange, Part, given_inputs
 from graphopt.passes.lsp.offload_nodes import insert_offload
@@ -35,8 +36,6 @@ from graphopt.planner.product_times import product_times
 if TYPE_CHECKING:
     from graphopt.planner.plan import Plan
     from graphopt.runtime.module import OptimizedModule
-
-SCHEDULES = ("sequential", "layerwise", "zero")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class Lsp(Technique):
 
     Attributes:
         subspace: s, the size of the compressed gradient.
-        nonzeros: d, entries per row of the projectors.
+        nonzeros: d, entries per row of the projectors; as many as `subspace`: dense ones, which represent more of the gradients,
+            for s numbers per row in memory where sparse ones take 5 d.
         weights: names of the matrices to compress; None: every one whose gradient is a sum of matrix products and that is not
             smaller than `subspace`; (): those alone for which `Budget(memory=...)` leaves no other way.
         order: one of `ORDERS` for all; None: the planner chooses for each.
@@ -80,8 +80,7 @@ class Lsp(Technique):
         iterations: by which what is learned is fitted further, at most, as long as that helps.
         seed: of the random projectors.
         schedule: "sequential": the optimizer's step copies, updates and applies, one weight after another; "layerwise": copies
-            and updates start in the backward, and updates are applied in the next forward, where they are needed; "zero": the
-            baseline, ZeRO-Offload's schedule without compression (copies start in the backward).
+            and updates start in the backward, and updates are applied in the next forward, where they are needed.
     Raises:
         PassError: a value outside its range.
     """
@@ -103,24 +102,19 @@ class Lsp(Technique):
 
     def __post_init__(self) -> None:
         for field in ("subspace", "nonzeros", "check_every", "batches", "iterations"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PassError(f"{field}={value!r} must be a whole number of at least 1.")
+            require_whole(self, field)
         if self.nonzeros > self.subspace:
             raise PassError(
-                f"nonzeros={self.nonzeros} is more than subspace={self.subspace}: a row of a projector has at most one entry per "
-                "column. Use fewer nonzeros or a larger subspace."
+                f"{self.name}: nonzeros={self.nonzeros} is more than subspace={self.subspace}: a row of a projector has at most "
+                "one entry per column. Use fewer nonzeros or a larger subspace."
             )
-        if not isinstance(self.threshold, (int, float)) or not self.threshold > 0:
-            raise PassError(f"threshold={self.threshold!r} must be a positive number: a relative error, for instance 0.5.")
-        if self.order is not None and self.order not in ORDERS:
-            raise PassError(f"order={self.order!r}: use one of {', '.join(ORDERS)}, or None.")
-        if isinstance(self.weights, str):
-            raise PassError(f"weights={self.weights!r} must be several names: ({self.weights!r},).")
-        if self.schedule not in SCHEDULES:
-            raise PassError(f"schedule={self.schedule!r}: use one of {', '.join(SCHEDULES)}.")
-        if self.criterion not in ("time", "flops"):
-            raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
+        require_number(self, "threshold", lambda value: value > 0, "above 0: a relative error, for instance 0.5")
+        if self.order is not None:
+            require_one_of(self, "order", ORDERS)
+        require_names(self, "weights")
+        require_seed(self)
+        require_one_of(self, "schedule", ("sequential", "layerwise"))
+        require_one_of(self, "criterion", ("time", "flops"))
 
     @property
     def apart(self) -> str:
@@ -132,7 +126,7 @@ class Lsp(Technique):
     @property
     def measures_machine(self) -> bool:
         """See `Technique`."""
-        return self.criterion == "time" and self.order is None and self.schedule != "zero"
+        return self.criterion == "time" and self.order is None
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
         """Every weight whose gradient can be compressed, by its name.
@@ -166,7 +160,7 @@ class Lsp(Technique):
             return "its numbers are complex, and projectors are real"
         if gradient.other:
             return f"it is not a sum of matrix products ({gradient.other})"
-        if min(gradient.shape) < self.subspace and self.schedule != "zero":
+        if min(gradient.shape) < self.subspace:
             return f"{gradient.shape[0]} x {gradient.shape[1]} is smaller than subspace={self.subspace}"
         return ""
 
@@ -179,12 +173,12 @@ class Lsp(Technique):
 
     @classmethod
     def offered(cls, graph: TrainingGraph) -> Lsp | None:
-        """With a quarter of the widest matrix, at most the paper's 512."""
+        """With a quarter of the widest matrix, at most the paper's 512; dense if that takes no more memory than 16 non-zeros."""
         widest = max((min(p.shape) for p in graph.trainable if len(p.shape) == 2), default=0)
         if widest < 32:
             return None
         size = min(512, 2 ** int(math.log2(widest / 4)))
-        return cls(subspace=size, nonzeros=min(16, size // 2), weights=(), criterion="flops")
+        return cls(subspace=size, nonzeros=size if size <= 5 * 16 else 16, weights=(), criterion="flops")
 
     def adopt(self, plan: Plan, found: Found) -> Plan:
         """See `Technique`."""
@@ -223,8 +217,6 @@ class Lsp(Technique):
         names = tuple(site.name for site in self.applicable(captured)) if mine is None else mine.weights
         computed = graph.gradients()
         wanted = [name for name in names if name in computed]
-        if self.schedule == "zero":
-            return dict.fromkeys(wanted, "formed"), ()
         if mine is not None and mine.checking is not None:
             return {name: Exchange(mine.checking, names.index(name)) for name in wanted}, ()
         choices = choose_compressions(graph, graph.batch_size, self, wanted, product_times)
@@ -236,7 +228,7 @@ class Lsp(Technique):
         if mine is None or mine.offload is None or mine.checking is not None or not mine.weights:
             return graph
         hand_to, gate_of = mine.offload
-        return insert_offload(graph, mine.weights, hand_to, gate_of, self.schedule == "layerwise")
+        return insert_offload(graph, mine.weights, hand_to, gate_of)
 
     def section(
         self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
@@ -298,6 +290,10 @@ class Lsp(Technique):
         gradient = gradients[name]
         sides = []
         for side, size in (("left", gradient.shape[0]), ("right", gradient.shape[1])):
+            matrix = given.get(InputDesc("given", Part(name, "matrix", side)))
+            if matrix is not None:
+                sides.append(matrix.t().to(gradient.dtype))
+                continue
             rows, values = (given[InputDesc("given", Part(name, what, side))] for what in ("rows", "values"))
             dense = torch.zeros(self.subspace, size, dtype=gradient.dtype, device=gradient.device)
             sides.append(dense.scatter_add_(1, rows.long(), values.to(gradient.dtype)))
@@ -314,15 +310,13 @@ class Lsp(Technique):
         rewriter = Compressor(graph, self.subspace, self.nonzeros)
         left_alone = {name: reason for name, g in gradients.items() if (reason := self.refusal(g))}
         for name in decisions:
-            if name not in gradients or (min(gradients[name].shape) < self.subspace and self.schedule != "zero"):
+            if name not in gradients or min(gradients[name].shape) < self.subspace:
                 reason = left_alone.get(name, "it is no trained matrix of the model")
                 raise PassError(f"the gradient of {name} cannot be compressed: {reason}.")
         for name, gradient in gradients.items():
             if name in decisions:
                 given = decisions[name] if isinstance(decisions, Mapping) else self.order
-                if self.schedule == "zero":
-                    rewriter.whole(gradient)
-                elif isinstance(given, Exchange):
+                if isinstance(given, Exchange):
                     rewriter.exchange(gradient, given)
                 else:
                     rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))

@@ -15,18 +15,17 @@ from graphopt.passes.runlora.orders import (
     AUTOGRAD,
     LayerShape,
     Order,
-    forward_crossover,
     moved_bytes,
     order_flops,
     products,
     saved_bytes,
 )
 from graphopt.passes.runlora.rewrite import legal_orders, refusal
-from graphopt.passes.runlora.sites import find_lora_sites
+from graphopt.passes.runlora.sites import lora_sites
 from torch import Tensor, fx
 
 from graphopt.analysis.products import product
-from graphopt.compat import no_autocast
+from graphopt.compat import draws, no_autocast
 from graphopt.graph import TrainingGraph, ancestors
 from graphopt.planner.product_times import ProductTimes, TimesFor
 
@@ -53,7 +52,6 @@ class Choice:
         flops_before, flops_after: forward and backward of the layer.
         saved_before, saved_after: bytes kept for the backward beside X and the weights.
         seconds_before, seconds_after: predicted for forward and backward; None where time was not measured.
-        crossover_rows: from so many rows of X (tokens of a batch) on the merged forward needs fewer FLOPs.
         why: in words.
     """
 
@@ -66,7 +64,6 @@ class Choice:
     saved_after: int
     seconds_before: float | None
     seconds_after: float | None
-    crossover_rows: float
     why: str
 
     def __str__(self) -> str:
@@ -80,39 +77,30 @@ class Choice:
 
 
 def choose_orders(
-    graph: TrainingGraph,
-    batch_size: int,
-    rewrite: RunLora,
-    imprecise: Mapping[str, float],
-    times_for: TimesFor,
-    price: float = 0.0,
+    graph: TrainingGraph, batch_size: int, rewrite: RunLora, imprecise: Mapping[str, float], times_for: TimesFor
 ) -> dict[str, Choice]:
-    """An order for every layer with adapters of `graph`, which at no price needs more FLOPs or keeps more bytes than autograd's.
+    """An order for every layer with adapters of `graph`, which needs no more FLOPs and keeps no more bytes than autograd's.
 
     Args:
         batch_size: for which costs are compared.
         rewrite: says whether FLOPs or time decide, or the order itself.
         imprecise: layers whose weight must not be merged with their adapters, with the error (see `merge_errors`).
         times_for: measured times of products on a device; None where nothing can be measured, so that FLOPs decide.
-        price: seconds (or FLOPs) that keeping a byte for the backward is worth avoiding; above 0, orders with more FLOPs are
-            considered, too (see `graphopt.passes.runlora.within_memory`).
     """
     choices = {}
-    for layer in find_lora_sites(graph).layers:
+    for layer in lora_sites(graph).layers:
         shape = layer.shape.at(batch_size)
         value = layer.base.meta["val"]
         times = times_for(value.device, value.dtype) if rewrite.criterion == "time" else None
         error = imprecise.get(layer.name, 0.0)
         try:
-            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, times, price)
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, times)
         except torch.OutOfMemoryError:  # no room to time products beside the model
-            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, None, price)
+            choices[layer.name] = _choose(layer, shape, rewrite.fixed_order, error, None)
     return choices
 
 
-def _choose(
-    layer: LoraLayer, shape: LayerShape, given: Order | None, error: float, times: ProductTimes | None, price: float
-) -> Choice:
+def _choose(layer: LoraLayer, shape: LayerShape, given: Order | None, error: float, times: ProductTimes | None) -> Choice:
     before = AUTOGRAD.for_layer(shape)
     legal = legal_orders(layer)
     blocked = layer.unmergeable
@@ -123,22 +111,19 @@ def _choose(
             blocked = "what merging would lose cannot be computed before a step"
     flops = {o: order_flops(o, shape) for o in legal}
     saved = {o: saved_bytes(o, shape) for o in legal}
-    most = order_flops(before, shape) if price == 0 else math.inf
-    affordable = [o for o in legal if flops[o] <= most and saved[o] <= saved_bytes(before, shape)]
+    affordable = [o for o in legal if flops[o] <= order_flops(before, shape) and saved[o] <= saved_bytes(before, shape)]
     if given is not None:
         order, why = given.for_layer(shape), "as asked for"
         if refusal(layer, order) or (order.merges and error > TOLERABLE):
             order = before
     elif times is None:
-        order = min(affordable, key=lambda o: (flops[o] + price * saved[o], saved[o]))
+        order = min(affordable, key=lambda o: (flops[o], saved[o]))
         why = "the fewest FLOPs"
     else:
-        rough = {o: _roofline(o, shape, times) + price * saved[o] for o in affordable}
+        rough = {o: _roofline(o, shape, times) for o in affordable}
         close = [o for o in affordable if rough[o] <= CLOSE * min(rough.values())]
-        order = min(close, key=lambda o: (_seconds(o, shape, times) + price * saved[o], saved[o]))
+        order = min(close, key=lambda o: (_seconds(o, shape, times), saved[o]))
         why = "the least time"
-    if price > 0:
-        why += " within the memory"
     if order == before:
         why = f"autograd's own order has {why.removeprefix('the ')}" if given is None else why
     if blocked:
@@ -153,7 +138,6 @@ def _choose(
         saved_bytes(order, shape),
         None if times is None else _seconds(before, shape, times),
         None if times is None else _seconds(order, shape, times),
-        forward_crossover(shape),
         why,
     )
 
@@ -190,7 +174,7 @@ def merge_errors(graph: TrainingGraph, tensors: Mapping[str, Tensor]) -> dict[st
     known.update((node, operator.attrgetter(str(node.target))(graph.module)) for node in graph.graph.find_nodes(op="get_attr"))
     bits: dict[torch.device, int] = {}
     errors = {}
-    for layer in find_lora_sites(graph).layers:
+    for layer in lora_sites(graph).layers:
         value = layer.base.meta["val"]
         if value.dtype == torch.float64 or layer.unmergeable:
             continue
@@ -210,7 +194,7 @@ def _merge_error(layer: LoraLayer, known: Mapping[fx.Node, Any], bits: int) -> f
     assert operands is not None
     factors = [(adapter.first.args[1], adapter.second.args[1]) for adapter in layer.adapters]
     read = ancestors(node for node in (operands[1], *itertools.chain(*factors)) if isinstance(node, fx.Node))
-    if any(node.op == "placeholder" and node not in known for node in read):  # the model's inputs, say
+    if any((node.op == "placeholder" and node not in known) or draws(node) for node in read):  # the model's inputs, say
         return math.inf
     weight = _evaluate(operands[1], known)
     change = torch.zeros_like(weight, dtype=torch.float32)

@@ -203,8 +203,3 @@ def moved_bytes(order: Order, shape: LayerShape) -> Any:
     kept = order.merged_forward and (order.save == "merged" or shape.recomputed)
     merges = runs * order.merged_forward + (order.merged_input_grad and not kept)
     return (elements + merges * 2 * i * o) * shape.itemsize
-
-
-def forward_crossover(shape: LayerShape) -> float:
-    """Rows above which the merged forward needs fewer FLOPs: t* = io / (i + o), whatever the rank."""
-    return shape.inputs * shape.outputs / (shape.inputs + shape.outputs)

@@ -10,16 +10,23 @@ import math
 from dataclasses import replace
 
 import torch
+from graphopt.passes.base import numbered
 from graphopt.passes.runlora.layers import Adapter, Gradient, LoraLayer, LoraSites
 from graphopt.passes.runlora.orders import AdapterShape, LayerShape
 from torch import fx
 
+from graphopt.analysis.kept import kept
 from graphopt.analysis.products import Matrix, as_matrix, product, same_tensor, value_numbers
 from graphopt.analysis.saved import recomputed
 from graphopt.analysis.sums import NotASum, below_views, summed_with, tensor_users
 from graphopt.graph import TrainingGraph, ancestors, descendants
 
 aten = torch.ops.aten
+
+
+def lora_sites(graph: TrainingGraph) -> LoraSites:
+    """`find_lora_sites` of a graph that is not changed any more."""
+    return kept(graph, "lora sites", None, lambda: find_lora_sites(graph))
 
 
 def find_lora_sites(graph: TrainingGraph) -> LoraSites:
@@ -46,8 +53,7 @@ def find_lora_sites(graph: TrainingGraph) -> LoraSites:
     for base, adapters in groups.items():
         try:
             layer = finder.layer(base, tuple(adapters))
-            number = 1 + sum(known.name.partition(" #")[0] == layer.name for known in layers)
-            layers.append(layer if number == 1 else replace(layer, name=f"{layer.name} #{number}"))
+            layers.append(replace(layer, name=numbered(layer.name, (other.name for other in layers))))
         except NotASum as reason:
             left_alone.update({a.name: str(reason) for a in adapters})
     return LoraSites(tuple(layers), left_alone)

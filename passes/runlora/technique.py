@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
-from graphopt.passes.runlora.choose import TOLERABLE, Choice, choose_orders, merge_errors
+from graphopt.passes.fields import require_one_of
+from graphopt.passes.runlora.choose import TOLERABLE, choose_orders, merge_errors
 from graphopt.passes.runlora.orders import AUTOGRAD, Order, named_order
 from graphopt.passes.runlora.rewrite import fewest_flops, reorder
-from graphopt.passes.runlora.sites import find_lora_sites
-from graphopt.passes.runlora.within_memory import orders_within
+from graphopt.passes.runlora.sites import find_lora_sites, lora_sites
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
 from torch import Tensor
@@ -58,14 +58,13 @@ class RunLora(Technique):
     unneeded = "autograd's own orders are the cheapest"
 
     def __post_init__(self) -> None:
-        if self.criterion not in ("time", "flops"):
-            raise PassError(f"criterion={self.criterion!r}: use 'time' or 'flops'.")
+        require_one_of(self, "criterion", ("time", "flops"))
         _ = self.fixed_order
 
     @property
     def fixed_order(self) -> Order | None:
         """`order`, if one was asked for."""
-        return _by_name(self.order) if isinstance(self.order, str) else self.order
+        return self.order if self.order is None or isinstance(self.order, Order) else _by_name(self.order)
 
     @property
     def measures_machine(self) -> bool:
@@ -78,7 +77,7 @@ class RunLora(Technique):
 
     def before_selection(self, plan: Plan, planning: Planning) -> Plan:
         """Find where merging would lose the adapters; leave a plan where no layer has any."""
-        sites = find_lora_sites(planning.graph)
+        sites = lora_sites(planning.graph)
         if planning.auto and not sites.layers and not sites.left_alone:
             return plan.without(self)
         return self.measured(plan, planning.graph, planning.tensors)
@@ -88,16 +87,9 @@ class RunLora(Technique):
         return plan.decided(self.name, MergeErrors(merge_errors(graph, tensors)))
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, Order], tuple[Any, ...]]:
-        """The cheapest order of every layer, within the budget's memory."""
+        """The cheapest order of every layer."""
         errors = plan.decisions.get(self.name, MergeErrors({})).by_layer
-
-        def choose(price: float) -> dict[str, Choice]:
-            return choose_orders(graph, graph.batch_size, self, errors, product_times, price)
-
-        if plan.memory is None or self.fixed_order is not None:
-            found = choose(0.0)
-        else:
-            found = orders_within(plan.memory, graph, graph.batch_size, choose)
+        found = choose_orders(graph, graph.batch_size, self, errors, product_times)
         return {name: choice.order for name, choice in found.items()}, tuple(found.values())
 
     def section(
@@ -126,8 +118,8 @@ class RunLora(Technique):
 
 
 def _by_name(text: str) -> Order:
-    forward, _, backward = text.replace(" ", "").partition("+")
+    forward, _, backward = str(text).replace(" ", "").partition("+")
     try:
         return named_order(forward, backward)
     except KeyError:
-        raise PassError(f"order {text!r}: use forward1 or forward2, then + and backward1 to backward8.") from None
+        raise PassError(f"runlora: order={text!r}: use forward1 or forward2, then + and backward1 to backward8.") from None

@@ -61,6 +61,6 @@ class ControllerState(Counts):
     due: Any
     recent: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
-    measured: str
+    measured: tuple[str, str]
     calibrations: int
     late: bool

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import networkx
+from graphopt.passes.base import numbered
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, carries_batch, gradient_cone
@@ -65,7 +66,7 @@ def find_boundaries(graph: TrainingGraph) -> tuple[Boundary, ...]:
     parents = [tree.nearest(place.node, order) for place in chosen]
     names: list[str] = []
     for place in chosen:
-        names.append(_unused(_common_name(tree.names_of(place.own or place.below)), names))
+        names.append(numbered(_common_name(tree.names_of(place.own or place.below)), names))
     return tuple(
         Boundary(name, place.node, parent, tree.names_of(place.below))
         for name, place, parent in zip(names, chosen, parents, strict=True)
@@ -236,10 +237,3 @@ def _common_name(names: Sequence[str]) -> str:
     parts = zip(*(name.split(".")[:-1] for name in names), strict=False)
     shared = itertools.takewhile(lambda position: len(set(position)) == 1, parts)
     return ".".join(position[0] for position in shared) or (names[0] if names else "input")
-
-
-def _unused(name: str, taken: Sequence[str]) -> str:
-    number, result = 2, name
-    while result in taken:
-        result, number = f"{name} #{number}", number + 1
-    return result

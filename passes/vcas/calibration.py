@@ -70,7 +70,7 @@ class Measurement:
         entries = []
         for i, batch in enumerate(self.batches):
             entries.append(self._entries(batch, whole, i))
-            slots = self.step.lowered.slots
+            slots = self.step.measured.slots
             for name in rows:
                 rows[name].append(slots[f"norms {name}"].detach().cpu())
         return Exact(entries, Norms(rows, probe.parents))
@@ -85,7 +85,7 @@ class Measurement:
             sampled = self._entries(batch, counts, i)
             added.append(sum(float((sampled[n] - exact.entries[i][n]).square().sum()) for n in sampled))
             for name in terms:
-                terms[name].append(float(self.step.lowered.slots[f"variance {name}"]))
+                terms[name].append(float(self.step.measured.slots[f"variance {name}"]))
         whole = exact.batch_variances()
         per_weight = {weight: whole[weight] for weight in map(weight_of, terms) if weight in whole}
         means = {n: sum(v) / len(v) for n, v in terms.items()}

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from graphopt.calls import as_call
 from graphopt.compat import pytree
-from graphopt.errors import InputError, first_line
+from graphopt.errors import InputError, RankError, first_line
 from graphopt.runtime.controllers import Every
 from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.stages import stage
+from graphopt.runtime.state_file import holds
 
 if TYPE_CHECKING:
     from graphopt.runtime.module import OptimizedModule
@@ -92,7 +93,7 @@ class SamplingController(State):
         self.counts = Counts()
         self._recent: list[Call] = []
         self._known: dict[Ratios, float] = {(): 1.0}
-        self._measured = ""
+        self._measured = ("", "")
         self._calibrations = 0
         self._late = False
         self._step: MeasuringStep | None = None
@@ -159,7 +160,7 @@ class SamplingController(State):
             as for want of memory (`opt.report` says why): the ratios stay.
         """
         self.counts.steps += 1
-        if self.opt.not_separable:
+        if self.opt.plan.not_separable:
             self.counts.spent += 1.0
             return None
         self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
@@ -174,7 +175,7 @@ class SamplingController(State):
         try:
             with stage("calibrate"):
                 return self._calibrate(batch, batches)
-        except InputError:
+        except (InputError, RankError):
             raise
         except Exception as error:
             self.opt.note(f"a calibration of the sampler failed ({first_line(error)}); its ratios stay as they are")
@@ -208,8 +209,7 @@ class SamplingController(State):
         plan, call = self.opt.plan.before_sampling(), as_call(batch)
         make = functools.partial(measuring_step, self.opt.captures, plan, *call, self.rewrite.seed + 1, self._step)
         self._step = step = self.opt.ranks.together(make, CALIBRATING)
-        if step.fingerprint != self._measured:  # other shapes or another selection: other rows, other FLOPs
-            self._known, self._measured = {(): 1.0, self.ratios: 1.0}, step.fingerprint
+        self.opt.ranks.together(functools.partial(self._know, step, call), CALIBRATING)
         seen, ratios = self._adapt(step, batches)
         if ratios is not None:
             self._install(ratios, batch, step.batch_size)
@@ -218,14 +218,14 @@ class SamplingController(State):
         return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
 
     def snapshot(self) -> Any:
-        """See `Stateful`. Batches are held only where the next calibration will run on them."""
+        """See `Stateful`. Batches are held only where the next calibration will run on them, and a file can hold them."""
         batches = self.rewrite.batches
         needed = batches - 1 if self._late else max(0, batches - self.due.remaining)
         state = ControllerState(
             ratios=self.state,
             due=self.due.snapshot(),
             **vars(self.counts),
-            recent=tuple(self._recent[-needed:] if needed else ()),
+            recent=tuple(filter(holds, self._recent[-needed:] if needed else ())),
             known=tuple(self._known.items()),
             measured=self._measured,
             calibrations=self._calibrations,
@@ -273,7 +273,7 @@ class SamplingController(State):
         share = self.rewrite.rows_share
         for_rows, for_terms = share * self.tolerance, (1 - share) * self.tolerance
         self._calibrations += 1
-        measurement = Measurement(step, self.opt.tensors(), self.opt.loss_function, batches, self._calibrations)
+        measurement = Measurement(step, self.opt.tensors(), self.opt.loss_given, batches, self._calibrations)
         ranks = self.opt.ranks
         exact = ranks.together(measurement.exact, CALIBRATING)
         norms = exact.norms.joined([found.rows for found in ranks.gather(exact.norms, CALIBRATING)])
@@ -296,25 +296,41 @@ class SamplingController(State):
         self.state = candidate
         return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0)), SampleRatios()
 
+    def _know(self, step: MeasuringStep, call: Call) -> None:
+        """What sets of ratios that are compiled cost in `step`'s place: none are where other things were decided."""
+        if step.fingerprints == self._measured:
+            return
+        compiled = self._known if step.fingerprints[0] == self._measured[0] else (self.ratios,)
+        self._known = {(): 1.0} | {key: self._cost(key, call, step.batch_size) for key in compiled if key}
+        self._measured = step.fingerprints
+
+    def _cost(self, key: Ratios, call: Call, batch_size: int) -> float:
+        """FLOPs of the step with these ratios, as a part of the exact step's."""
+        plan = self.opt.plan.decided(self.rewrite.name, SampleSizes(key, batch_size))
+        graph = self.opt.captures.graph(*call)
+        return plan.sampled_part(graph, batch_size, plan.rewrite(graph, batch_size)[1])
+
     def _install(self, ratios: SampleRatios, batch: Any, batch_size: int) -> None:
         """Put ratios in force, rounded to ones that are compiled or worth it."""
+        key = self.opt.ranks.together(functools.partial(self._worth_compiling, ratios, batch, batch_size), CALIBRATING)
+        sizes = self.opt.ranks.same(SampleSizes(key, batch_size), CALIBRATING)
+        self._known.setdefault(sizes.ratios, self._known[key])
+        self.opt.decide(self.rewrite.name, sizes)
+
+    def _worth_compiling(self, ratios: SampleRatios, batch: Any, batch_size: int) -> Ratios:
+        """The set of ratios to put in force for `ratios`: it is compiled, or its saving is worth it."""
         rounded = ratios.rounded
         wanted = {ROWS + n: r for n, r in rounded.rows.items()} | {TOKENS + n: r for n, r in rounded.tokens.items()}
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:
-            plan = self.opt.plan.decided(self.rewrite.name, SampleSizes(key, batch_size))
-            call = as_call(batch)
-            graph = self.opt.captures.graph(*call)
-            flops = plan.sampled_part(graph, batch_size, plan.rewrite(graph, batch_size)[1])
+            flops = self._cost(key, as_call(batch), batch_size)
             allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
             cheapest = min(allowed, key=lambda known: allowed[known])
             if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:
                 key = cheapest
             else:
                 self._known[key] = flops
-        sizes = self.opt.ranks.same(SampleSizes(key, batch_size), CALIBRATING)
-        self._known.setdefault(sizes.ratios, self._known[key])
-        self.opt.decide(self.rewrite.name, sizes)
+        return key
 
 
 def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:

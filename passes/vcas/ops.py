@@ -97,37 +97,8 @@ def systematic_rows(weights: Tensor, uniforms: Tensor, count: int) -> tuple[Tens
     found = (found - places).cummax(0).values.clamp(0, weights.numel() - count) + places  # rounding must not draw a row twice
     rows = order[found].sort().values
     scale = torch.where(spare & (p < _NEGLIGIBLE), torch.ones_like(p), 1 / p)
-    return rows, scale[rows], _variance(weights, p, spare)
-
-
-def bernoulli_rows(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row by a draw of its own (the paper's sampler), in `capacity` places; places left over have scale 0.
-
-    An empty draw gives scale 0 everywhere, so that the expectation holds. Should more rows be drawn than there are places, as
-    many as fit are chosen among them at random and scaled up once more.
-
-    Args:
-        weights: (N,) importance of each row.
-        uniforms: (2N,) numbers in [0, 1): the draws, and the order in which rows are chosen should the places not suffice.
-        count: expected number of rows drawn.
-        capacity: places, at most N.
-    Returns:
-        As `systematic_rows`, with `capacity` different rows.
-    """
-    number = weights.numel()
-    p = capped_probabilities(weights, count)
-    drawn = uniforms[:number] < p
-    keys = torch.where(drawn, uniforms[number:] - 1.0, uniforms[number:])  # drawn rows first, at random among themselves
-    rows = torch.sort(torch.sort(keys, stable=True).indices[:capacity]).values
-    excess = (drawn.sum().to(p.dtype) / capacity).clamp(min=1.0)
-    scale = torch.where(drawn, excess / p, torch.zeros_like(p))
-    return rows, scale[rows], _variance(weights, p, p <= 0)
-
-
-def _variance(weights: Tensor, probabilities: Tensor, ignored: Tensor) -> Tensor:
-    """sum of (1 / p - 1) weights^2 over the rows that are not ignored."""
-    terms = (1 / probabilities - 1) * weights.to(torch.float64).square()
-    return torch.where(ignored, torch.zeros_like(terms), terms).sum()
+    terms = (1 / p - 1) * weights.to(torch.float64).square()
+    return rows, scale[rows], torch.where(spare, torch.zeros_like(terms), terms).sum()
 
 
 def row_scales(weights: Tensor, uniforms: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,26 +118,15 @@ def row_scales(weights: Tensor, uniforms: Tensor, count: Tensor) -> tuple[Tensor
 
 
 library.define("systematic_rows(Tensor weights, Tensor uniforms, int count) -> (Tensor, Tensor, Tensor)")
-library.define("bernoulli_rows(Tensor weights, Tensor uniforms, int count, int capacity) -> (Tensor, Tensor, Tensor)")
 library.define("row_scales(Tensor weights, Tensor uniforms, Tensor count) -> (Tensor, Tensor)")
 library.impl("systematic_rows", systematic_rows, "CompositeExplicitAutograd")
-library.impl("bernoulli_rows", bernoulli_rows, "CompositeExplicitAutograd")
 library.impl("row_scales", row_scales, "CompositeExplicitAutograd")
-
-
-def _rows_like(weights: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    exact = weights.new_empty(number, dtype=torch.float64)
-    return weights.new_empty(number, dtype=torch.int64), exact, exact.new_empty(())
 
 
 @torch.library.register_fake("graphopt::systematic_rows", lib=library)
 def _(weights: Tensor, uniforms: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _rows_like(weights, count)
-
-
-@torch.library.register_fake("graphopt::bernoulli_rows", lib=library)
-def _(weights: Tensor, uniforms: Tensor, count: int, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _rows_like(weights, capacity)
+    exact = weights.new_empty(count, dtype=torch.float64)
+    return weights.new_empty(count, dtype=torch.int64), exact, exact.new_empty(())
 
 
 @torch.library.register_fake("graphopt::row_scales", lib=library)

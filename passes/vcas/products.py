@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from graphopt.passes.base import numbered
 from torch import fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
@@ -39,12 +40,10 @@ def find_weight_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
     cone = gradient_cone(graph)
     found: dict[fx.Node, WeightProduct] = {}
     for name, gradient in graph.gradients().items():
-        number = 0
         for node in reached([gradient], lambda node: node.all_input_nodes if node.target in _PASSED and node in cone else ()):
             tokens = _tokens(graph, cone, node)
             if tokens is not None and node not in found:
-                number += 1
-                found[node] = WeightProduct(name if number == 1 else f"{name} #{number}", node, tokens)
+                found[node] = WeightProduct(numbered(name, (other.name for other in found.values())), node, tokens)
     return tuple(found[node] for node in graph.graph.nodes if node in found)
 
 

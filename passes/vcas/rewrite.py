@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import graphopt.passes.vcas.ops  # noqa: F401  registers the operators
 import torch
@@ -40,7 +39,7 @@ def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: Draws | Giv
     alone = for_loss_alone(graph)
     boundaries, all_products = find_boundaries(alone), find_weight_products(alone)
     products = {p.node: p for p in all_products if ratios.get(TOKENS + p.name, 1.0) < 1}
-    cuts, cut_names = plan_cuts(boundaries, ratios, graph.batch_size, draws.room, draws.resample)
+    cuts, cut_names = plan_cuts(boundaries, ratios, graph.batch_size, draws.resample)
     changed = [ROWS + name for name in cut_names]
 
     def sample_product(levels: RowLevels, node: fx.Node, level: int | None) -> None:
@@ -59,11 +58,7 @@ def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: Draws | Giv
 
 
 def plan_cuts(
-    boundaries: Sequence[Boundary],
-    ratios: Mapping[str, float],
-    batch_size: int,
-    room: Callable[[int, int], int] = lambda count, _: count,
-    resample: bool = False,
+    boundaries: Sequence[Boundary], ratios: Mapping[str, float], batch_size: int, resample: bool
 ) -> tuple[list[Cut], list[str]]:
     """Rows to keep at each boundary, as cuts and the boundaries' names.
 
@@ -71,7 +66,6 @@ def plan_cuts(
     it; one that keeps as many draws nothing.
 
     Args:
-        room: places for so many expected rows among so many.
         resample: boundaries that keep every row draw, too.
     """
     cuts: list[Cut] = []
@@ -80,13 +74,12 @@ def plan_cuts(
     for i, boundary in enumerate(boundaries):
         parent = None if boundary.parent is None else at[boundary.parent]
         above = batch_size if parent is None else cuts[parent].count
-        expected = max(2, math.ceil(ratios.get(ROWS + boundary.name, 1.0) * batch_size - 1e-9))
-        if expected >= above and not resample:
+        count = max(2, math.ceil(ratios.get(ROWS + boundary.name, 1.0) * batch_size - 1e-9))
+        if count >= above and not resample:
             at[i] = parent
             continue
         at[i] = len(cuts)
-        expected = min(expected, above)
-        cuts.append(Cut(boundary.node, room(expected, above), expected, parent))
+        cuts.append(Cut(boundary.node, min(count, above), parent))
         names.append(boundary.name)
     return cuts, names
 
@@ -95,8 +88,8 @@ def _sample_tokens(levels: RowLevels, product: WeightProduct, level: int | None,
     """Keep some rows of a product's sum; whether there were more."""
     node = product.node
     available = levels.count(level) * product.tokens
-    expected = max(1, math.ceil(ratio * available - 1e-9))
-    if expected >= available:
+    count = max(1, math.ceil(ratio * available - 1e-9))
+    if count >= available:
         return False
     operands = []
     for dim, (here, before) in enumerate(zip(node.args, levels.original_args[node], strict=True)):
@@ -106,7 +99,7 @@ def _sample_tokens(levels: RowLevels, product: WeightProduct, level: int | None,
         operands.append(_Operand(here if of_level else before, 1 - dim, of_level))
     norms = [operand.norms(levels, product.tokens, level, node) for operand in operands]
     weights = levels.emit(aten.mul.Tensor, tuple(norms), node)
-    positions, scale = draws.rows(levels, weights, expected, draws.room(expected, available), node)
+    positions, scale = draws.rows(levels, weights, count, node)
     # Half of the factor 1 / q on each operand: their product stays as it is, and neither overflows in half precision.
     root = levels.emit(aten.sqrt.default, (scale,), node)
     in_batch = positions if level is None else _positions_in_batch(levels, positions, product.tokens, level, node)
@@ -167,50 +160,29 @@ def _take_columns(levels: RowLevels, node: fx.Node, positions: fx.Node, anchor: 
     return levels.emit(aten.t.default, (rows,), anchor)
 
 
-def places(sampler: str, expected: int, available: int) -> int:
-    """Places for the rows that are drawn: three standard deviations more than expected, where draws are independent.
-
-    Args:
-        sampler: see `Vcas`.
-        expected, available: rows that are drawn on average, and among how many.
-    """
-    return expected if sampler == "systematic" else min(available, math.ceil(expected + 3 * math.sqrt(expected)))
-
-
 class Draws:
     """Draws rows inside the graph, from an input of uniform numbers."""
 
     resample = False
 
-    def __init__(self, graph: TrainingGraph, sampler: str, seed: int) -> None:
+    def __init__(self, graph: TrainingGraph, seed: int) -> None:
         self.graph = graph
-        self.sampler = sampler
         self.seed = seed
         self.used = 0
         self.uniforms: fx.Node | None = None
 
-    def room(self, expected: int, available: int) -> int:
-        """See `places`."""
-        return places(self.sampler, expected, available)
-
-    def rows(self, levels: RowLevels, weights: fx.Node, expected: int, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def rows(self, levels: RowLevels, weights: fx.Node, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Positions of the kept rows and their scale."""
-        if self.sampler == "systematic":
-            args: tuple[Any, ...] = (weights, self._numbers(levels, 2, anchor), count)
-            drawn = levels.emit(torch.ops.graphopt.systematic_rows.default, args, anchor)
-        else:
-            available = self.graph.at(weights.meta["val"].shape[0], self.graph.batch_size)
-            args = (weights, self._numbers(levels, 2 * available, anchor), expected, count)
-            drawn = levels.emit(torch.ops.graphopt.bernoulli_rows.default, args, anchor)
+        args = (weights, self._numbers(levels, anchor), count)
+        drawn = levels.emit(torch.ops.graphopt.systematic_rows.default, args, anchor)
         return levels.emit(operator.getitem, (drawn, 0), anchor), levels.emit(operator.getitem, (drawn, 1), anchor)
 
-    def _numbers(self, levels: RowLevels, count: int, anchor: fx.Node) -> fx.Node:
+    def _numbers(self, levels: RowLevels, anchor: fx.Node) -> fx.Node:
         if self.uniforms is None:
             example = self.graph.example
             self.uniforms = self.graph.add_input(InputDesc("random", self.seed), fake_like(example, (2**40,), torch.float64))
-        start = self.used
-        self.used += count
-        return levels.emit(aten.slice.Tensor, (self.uniforms, 0, start, start + count), anchor)
+        self.used += 2
+        return levels.emit(aten.slice.Tensor, (self.uniforms, 0, self.used - 2, self.used), anchor)
 
     def finish(self) -> None:
         """Record how many numbers a step needs."""
@@ -227,11 +199,7 @@ class GivenDraws:
         self.graph = graph
         self.sites = 0
 
-    def room(self, expected: int, available: int) -> int:
-        """As many places as rows."""
-        return expected
-
-    def rows(self, levels: RowLevels, weights: fx.Node, expected: int, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
+    def rows(self, levels: RowLevels, weights: fx.Node, count: int, anchor: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Inputs for the positions of the kept rows and their scale."""
         value, site = weights.meta["val"], self.sites
         self.sites += 1

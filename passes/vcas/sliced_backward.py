@@ -18,15 +18,15 @@ from torch import SymInt, Tensor, fx
 
 from graphopt.analysis.batch_dims import BatchDim, NoRows, batch_dim, carries_batch, elements_before, gradient_cone
 from graphopt.analysis.row_rules import VIEWS
-from graphopt.compat import fake_mode_of, run_on_metadata
+from graphopt.compat import run_on_metadata
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.edit import insert_node, simplify_sizes
 
 aten = torch.ops.aten
 
-Draw = Callable[["RowLevels", fx.Node, int, int, fx.Node], tuple[fx.Node, fx.Node]]
-"""(levels, importance of each row, rows expected, places, anchor) -> nodes of the kept rows' positions and of their scale."""
+Draw = Callable[["RowLevels", fx.Node, int, fx.Node], tuple[fx.Node, fx.Node]]
+"""(levels, importance of each row, how many are kept, anchor) -> nodes of the kept rows' positions and of their scale."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,11 @@ class Cut:
     Attributes:
         node: the gradient whose rows are sampled.
         count: rows on which everything below runs.
-        expected: how many of them are drawn on average; the same, unless some places are only there in case more are drawn.
         parent: position of the cut above it; None for the full batch.
     """
 
     node: fx.Node
     count: int
-    expected: int
     parent: int | None
 
 
@@ -71,7 +69,6 @@ class RowLevels:
         self.cuts = list(cuts)
         self.draw = draw
         self.cone = gradient_cone(graph)
-        self.fake_mode = fake_mode_of([node.meta["val"] for node in graph.placeholders])
         self.value = {node: node.meta.get("val") for node in graph.graph.nodes}
         self.of_node = {cut.node: i for i, cut in enumerate(cuts)}
         self.level: dict[fx.Node, int | None] = {}
@@ -132,7 +129,7 @@ class RowLevels:
 
     def emit(self, target: Any, args: tuple[Any, ...], anchor: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A new node just before `anchor`."""
-        return insert_node(self.graph.graph, target, args, anchor, kwargs, fake_mode=self.fake_mode)
+        return insert_node(self.graph.graph, target, args, anchor, kwargs)
 
     def row_norms(self, node: fx.Node, rows: BatchDim, anchor: fx.Node, dtype: torch.dtype = torch.float64) -> fx.Node:
         """Euclidean norm of each sample, by default in float64 so that neither large nor small gradients are lost."""
@@ -278,7 +275,7 @@ class RowLevels:
         rows = self.rows_of(node)
         node, key = self.sampled.get(node, node), node
         anchor = node.next
-        positions, scale = self.draw(self, self.row_norms(node, rows, anchor), cut.expected, cut.count, anchor)
+        positions, scale = self.draw(self, self.row_norms(node, rows, anchor), cut.count, anchor)
         self.positions[level] = self.rows[level] = positions
         if cut.parent is not None:
             self.rows[level] = self.emit(aten.index_select.default, (self.rows[cut.parent], 0, positions), anchor)

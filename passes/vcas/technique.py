@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.base import Changes, Pass, PassReport, Preserves, Site
+from graphopt.passes.fields import require_number, require_seed, require_whole
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique
 from graphopt.passes.vcas.boundaries import find_boundaries
@@ -68,8 +69,6 @@ class Vcas(Technique):
         keep_rows: part of the batch kept (rho): for all boundaries, or one number for each from the output to the input. None:
             under `Budget(variance=...)` a controller adapts it, starting from 1.
         keep_tokens: part of the rows kept in each weight's gradient (nu): for all, or by parameter name. None: as `keep_rows`.
-        sampler: "systematic" keeps an exact number of rows; "bernoulli" (the paper's) draws each by itself, and has room for
-            three standard deviations more than expected.
         seed: of the generator that rows are drawn with.
         every: steps between adaptations (F); the paper's advice is at most 1/50 of all steps, and no more than 500.
         alpha, beta: how fast an adaptation changes the rows' and the tokens' ratios.
@@ -77,12 +76,11 @@ class Vcas(Technique):
             use theirs up. 1 leaves out rows alone, 0 terms alone. The paper's tau for each is `Budget(variance=2 * tau)` and 0.5.
         batches: of a calibration (M); each has an exact pass, and a sampled one for every set of ratios that is measured.
     Raises:
-        PassError: a ratio outside (0, 1], ratios that increase towards the input, an unknown sampler, or another bad number.
+        PassError: a ratio outside (0, 1], ratios that increase towards the input, or another bad number.
     """
 
     keep_rows: float | tuple[float, ...] | None = None
     keep_tokens: float | Mapping[str, float] | None = None
-    sampler: str = "systematic"
     seed: int = 0
     every: int = 100
     alpha: float = 0.01
@@ -95,27 +93,21 @@ class Vcas(Technique):
     decides = SampleSizes
 
     def __post_init__(self) -> None:
-        if self.sampler not in ("systematic", "bernoulli"):
-            raise PassError(f"sampler={self.sampler!r}: use 'systematic' or 'bernoulli'.")
-        for name, count, least in (("every", self.every, 1), ("batches", self.batches, 2)):
-            if isinstance(count, bool) or not isinstance(count, int) or count < least:
-                raise PassError(f"{name}={count!r} must be a whole number of at least {least}.")
-        if isinstance(self.rows_share, bool) or not isinstance(self.rows_share, (int, float)) or not 0 <= self.rows_share <= 1:
-            raise PassError(f"rows_share={self.rows_share!r} must be a number from 0 to 1.")
-        for name, rate in (("alpha", self.alpha), ("beta", self.beta)):
-            if not (isinstance(rate, (int, float)) and 0 < rate < 1):
-                raise PassError(f"{name}={rate!r} must be a number between 0 and 1.")
+        require_whole(self, "every")
+        require_whole(self, "batches", 2)
+        require_seed(self)
+        require_number(self, "rows_share", lambda value: 0 <= value <= 1, "from 0 to 1")
+        for rate in ("alpha", "beta"):
+            require_number(self, rate, lambda value: 0 < value < 1, "between 0 and 1")
         if isinstance(self.keep_rows, Sequence) and not isinstance(self.keep_rows, str) and self.keep_rows:
             object.__setattr__(self, "keep_rows", tuple(self.keep_rows))
         rows = self.keep_rows if isinstance(self.keep_rows, tuple) else (self.keep_rows,)
         tokens = self.keep_tokens.values() if isinstance(self.keep_tokens, Mapping) else (self.keep_tokens,)
         for name, ratios in (("keep_rows", rows), ("keep_tokens", tokens)):
-            for ratio in ratios:
-                number = isinstance(ratio, (int, float)) and not isinstance(ratio, bool)
-                if ratio is not None and not (number and 0 < ratio <= 1):
-                    raise PassError(f"{name}={ratio!r} must be a number above 0 and at most 1.")
+            if given := [ratio for ratio in ratios if ratio is not None]:
+                require_number(self, name, lambda value: 0 < value <= 1, "above 0 and at most 1", *given)
         if isinstance(self.keep_rows, tuple) and list(self.keep_rows) != sorted(self.keep_rows, reverse=True):
-            raise PassError(f"keep_rows={self.keep_rows}: ratios must not increase from the output to the input.")
+            raise PassError(f"{self.name}: keep_rows={self.keep_rows}: ratios must not increase from the output to the input.")
 
     @property
     def adaptive(self) -> bool:
@@ -128,8 +120,6 @@ class Vcas(Technique):
             raise BudgetError("vcas has fixed ratios, so that budget variance cannot be met: leave out one of the two.")
         if self.adaptive and budget.variance is None:
             raise PassError("vcas needs keep_rows or keep_tokens, or a Budget(variance=...) to adapt them to.")
-        if self.adaptive and self.sampler != "systematic":
-            raise PassError("vcas measures variances of systematic sampling: with Budget(variance=...) leave sampler out.")
 
     @classmethod
     def wanted(cls, budget: Budget) -> bool | str:
@@ -273,7 +263,7 @@ class Vcas(Technique):
         if unknown:
             raise PassError(f"nothing to sample at {', '.join(unknown)}.")
         ratios = dict(decisions) if isinstance(decisions, Mapping) else {name: own[name] for name in decisions}
-        return sample(graph, ratios, Draws(graph, self.sampler, self.seed))
+        return sample(graph, ratios, Draws(graph, self.seed))
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[str]:

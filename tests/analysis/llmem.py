@@ -16,11 +16,13 @@ Source: LLMem, sections 4 to 6; `Counting.CODE` counts like its reference implem
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
+from graphopt.analysis.memory import largest_batch
 from graphopt.errors import InputError
+from graphopt.planner.parallel import ZERO_3_COMMUNICATION, Layout, Method, layouts
 from tests.analysis.llmem_shape import HALF_BYTES, SINGLE_BYTES, ModelShape, divide_up
 
 PAGE_BYTES = 2 * 1024**2  # cu_p, a page of CUDA memory
@@ -184,17 +186,38 @@ def peak_memory(
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A layout and bs, the largest batch per data-parallel group that fits on it; 0 if not even one sample does."""
+
+    layout: Layout
+    batch: int
+
+    @property
+    def score(self) -> float:
+        """Samples per step, in units of a step with ADP's communication."""
+        samples = float(self.batch * self.layout.data_parallel)
+        return samples * ZERO_3_COMMUNICATION if self.layout.method is Method.CDP else samples
+
+
+def best_candidate(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The highest score, of equals the method that the paper prefers (CDP, ADP, TP, DP+TP); None if every score is 0."""
+    order = list(Method)
+    feasible = [candidate for candidate in candidates if candidate.score > 0]
+    return max(feasible, key=lambda c: (c.score, -order.index(c.layout.method)), default=None)
+
+
+@dataclass(frozen=True)
 class Decision:
     """What Algorithm 1 chose, and what it chose from.
 
     Attributes:
-        method: of the best candidate, OFFLOAD if nothing fits.
+        method: of the best candidate, None, for offloading, if nothing fits.
         layout: of the best candidate, None if nothing fits.
         batch: of the best candidate, 0 if nothing fits.
         candidates: every layout that was tried.
     """
 
-    method: Method
+    method: Method | None
     layout: Layout | None
     batch: int
     candidates: tuple[Candidate, ...]
@@ -238,5 +261,5 @@ def choose_strategy(
     candidates = tuple(Candidate(layout, largest(layout)) for layout in layouts(devices, tensor_parallel))
     best = best_candidate(candidates)
     if best is None:
-        return Decision(Method.OFFLOAD, None, 0, candidates)
+        return Decision(None, None, 0, candidates)
     return Decision(best.layout.method, best.layout, best.batch, candidates)

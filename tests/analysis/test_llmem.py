@@ -12,13 +12,16 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from graphopt.analysis.layouts import Candidate, Layout, Method, best_candidate, largest_batch, layouts
+from graphopt.analysis.memory import largest_batch
 from graphopt.errors import InputError
+from graphopt.planner.parallel import Layout, Method, layouts
 from tests.analysis.llmem import (
     PAGE_BYTES,
+    Candidate,
     Counting,
     PeakMemory,
     base_bytes,
+    best_candidate,
     choose_strategy,
     gather_bytes,
     optimizer_bytes,
@@ -82,7 +85,7 @@ TABLE_3 = {
     "gpt-neo-1.3B": ((True, True, True), "4DP"),
     "llama-7b": ((False, False, False), "offload"),
 }
-NAMES = {Method.CDP: "4DP", Method.ADP: "4DP", Method.DP_TP: "2DP+2TP", Method.TP: "4TP", Method.OFFLOAD: "offload"}
+NAMES = {Method.CDP: "4DP", Method.ADP: "4DP", Method.DP_TP: "2DP+2TP", Method.TP: "4TP", None: "offload"}
 COLUMNS = (Layout(Method.ADP, 4), Layout(Method.DP_TP, 4, 2), Layout(Method.TP, 4, 4))
 
 
@@ -346,16 +349,14 @@ def test_offloading_needs_every_method_to_fail_not_only_tensor_parallelism() -> 
     assert {c.layout.method: c.batch for c in decision.candidates}[Method.TP] == 0
     assert (decision.method, decision.batch) == (Method.CDP, 1)
     nothing = choose_strategy(shape, 4, 200_000, 0, 0)
-    assert (nothing.method, nothing.layout, nothing.batch) == (Method.OFFLOAD, None, 0)
+    assert (nothing.method, nothing.layout, nothing.batch) == (None, None, 0)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda shape: choose_strategy(shape, 0, 8, CAPACITY, 0), "devices=0: at least 1 device is needed."),
+        (lambda shape: choose_strategy(shape, 0, 8, CAPACITY, 0), "devices=0 must be a whole number of at least 1."),
         (lambda shape: choose_strategy(shape, 4, 8, CAPACITY, 0, tensor_parallel=3), "tensor_parallel=3 does not divide"),
-        (lambda shape: Layout(Method.TP, 4, 2), "TP on devices=4 needs tensor_parallel=4."),
-        (lambda shape: Layout(Method.OFFLOAD), "CPU offloading has no closed form"),
         (lambda shape: peak_memory(shape, Layout(Method.CDP), 0, 8, 0), "batch=0 and sequence=8 must both be at least 1."),
         (lambda shape: read_shape(nn.Linear(2, 2)), "Linear has no nn.ModuleList"),
         (lambda shape: read_shape(nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2)])})), "ModuleDict has no head"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import graphopt
 from graphopt.bench import breadth
-from graphopt.bench.breadth_models import CASES
+from graphopt.bench.breadth import CASES
 from graphopt.bench.breadth_run import Trained, compare, matrix_flops, measure, verdict
 from graphopt.bench.commands import bench_app
 from graphopt.errors import InputError
@@ -51,30 +51,21 @@ def planted(change: Any) -> Any:
     return optimize
 
 
-def test_a_planted_wrong_gradient_is_wrong() -> None:
-    def double(opt: Any, parameters: dict[str, torch.Tensor]) -> None:
-        parameters[max(opt.selected)].register_hook(lambda gradient: gradient * 1.01)
+def test_wrong_gradients_those_that_were_not_asked_for_and_lost_effects_are_found() -> None:
+    """In one run; that each of them alone is wrong is below."""
 
-    row = measure(CASES["plain"], planted(double))
+    def change(opt: Any, parameters: dict[str, torch.Tensor]) -> None:
+        left_out = next(p for n, p in parameters.items() if n not in opt.selected)
+        parameters[max(opt.selected)].register_hook(lambda _: setattr(left_out, "grad", torch.ones_like(left_out)))
+        parameters[max(opt.selected)].register_hook(lambda gradient: gradient * 1.01)
+        opt._graphopt_model.optimized = True
+
+    case = replace(CASES["plain"], effects=lambda model: 1.0 if hasattr(model, "optimized") else 0.0)
+    row = measure(case, planted(change))
     assert row["verdict"] == "wrong"
     assert row["graphopt"]["gradient"] == pytest.approx(0.01, rel=1e-3)
     assert row["graphopt"]["where"] in breadth.why(row)
-
-
-def test_a_gradient_that_was_not_asked_for_is_wrong() -> None:
-    def train_all(opt: Any, parameters: dict[str, torch.Tensor]) -> None:
-        left_out = next(p for n, p in parameters.items() if n not in opt.selected)
-        parameters[max(opt.selected)].register_hook(lambda _: setattr(left_out, "grad", torch.ones_like(left_out)))
-
-    row = measure(CASES["plain"], planted(train_all))
-    assert row["verdict"] == "wrong"
     assert len(row["graphopt"]["unselected_gradients"]) == 1
-
-
-def test_lost_effects_are_wrong() -> None:
-    case = replace(CASES["plain"], effects=lambda model: 1.0 if hasattr(model, "optimized") else 0.0)
-    row = measure(case, planted(lambda opt, _: setattr(opt._model, "optimized", True)))
-    assert row["verdict"] == "wrong"
     assert row["graphopt"]["effects"] == "1.0 instead of 0.0"
 
 
@@ -106,7 +97,10 @@ PLAIN = {"ok": True, "gradient": 0.0, "effects": ""}
         ({"model_runs": 1}, "uncompiled"),
         ({"steps_compiled": False}, "uncompiled"),
         ({"loss": 0.1}, "wrong"),
+        ({"gradient": 0.01}, "wrong"),
         ({"gradient": float("nan")}, "wrong"),
+        ({"unselected_gradients": ["a"]}, "wrong"),
+        ({"effects": "1.0 instead of 0.0"}, "wrong"),
         ({"error": "no"}, "refused"),
     ],
 )

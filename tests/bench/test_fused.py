@@ -1,8 +1,7 @@
-"""Benchmarks that compare steps with their optimizer's have the fused AdamW on all sides."""
+"""Benchmarks that compare whole steps have the fused AdamW on all sides; those of single steps are in `test_steps`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ from graphopt.passes import Lsp
 from rich.progress import Progress
 
 import graphopt
-from graphopt.bench import demo, exact, greentrainer, lsp
+from graphopt.bench import demo
 from tests import zoo
 
 
@@ -20,28 +19,9 @@ class Asked(Exception):
     """An AdamW was to be made."""
 
 
-def bert() -> Any:
-    return zoo.make("bert", 4, layers=1)
-
-
-def demo_runs() -> None:
-    rows: Any = SimpleNamespace(batches=lambda *_: iter([bert()[1]]))
-    arguments: Any = SimpleNamespace(lr=1e-3, batch=4)
-    demo.fine_tune(arguments, "full", 0, (rows, rows), 2, Progress())
-
-
-COMPARED: dict[str, Callable[[], Any]] = {
-    "demo": demo_runs,
-    "exact": lambda: exact.measure(bert, 1, "cpu", Progress(), "bert"),
-    "greentrainer": lambda: greentrainer._variant("eager", *bert()),
-    "lsp, native": lambda: lsp._prepared("native AdamW", None, lsp.Linears(4, 1), torch.randn(3, 4)),
-    "lsp, compressed": lambda: lsp._prepared("s = 2", Lsp(subspace=2, nonzeros=1), lsp.Linears(4, 1), torch.randn(3, 4)),
-}
-
-
-@pytest.mark.parametrize("name", COMPARED)
-def test_it_makes_a_fused_adamw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_makes_a_fused_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
+    model, inputs = zoo.make("bert", 4, layers=1)
 
     class AdamW(torch.optim.AdamW):
         def __init__(self, *_: Any, **options: Any) -> None:
@@ -49,10 +29,11 @@ def test_it_makes_a_fused_adamw(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             raise Asked
 
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
-    monkeypatch.setattr(exact, "gradient_error", lambda *_: 0.0)
-    monkeypatch.setattr(demo, "pretrained_minilm", lambda *_: bert()[0])
+    monkeypatch.setattr(demo, "pretrained_minilm", lambda *_: model)
+    rows: Any = SimpleNamespace(batches=lambda *_: iter([inputs]))
+    arguments: Any = SimpleNamespace(lr=1e-3, batch=4)
     with pytest.raises(Asked):
-        COMPARED[name]()
+        demo.fine_tune(arguments, "full", 0, (rows, rows), 2, Progress())
     assert asked["fused"]
 
 

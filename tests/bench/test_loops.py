@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from graphopt.bench import loops
-from graphopt.bench.loops_cases import CASES
+from graphopt.bench.loops import CASES
 from graphopt.bench.loops_models import ADAM, Mlp, points
 from graphopt.bench.loops_run import Case, Loop, measure
 from graphopt.errors import InputError
@@ -88,7 +88,7 @@ def under_a_budget(change: Any) -> Any:
         (lambda loop: logging.getLogger("graphopt.some").warning("beware"), "without a budget: beware"),
         (lambda loop: loop.check(False, "not reloaded"), "without a budget: not reloaded"),
         (lambda loop: 1 / 0, "without a budget: ZeroDivisionError"),
-        (lambda loop: setattr(loop, "_opt", None), "without a budget: nothing was optimised"),
+        (lambda loop: setattr(loop, "opt", None), "without a budget: nothing was optimised"),
         (
             under_a_budget(lambda loop: move(loop, min(set(loop.before) - loop.opt.selected))),
             "that are not selected were trained",

@@ -14,9 +14,9 @@ from rich.console import Console
 from torch import nn
 
 from graphopt.bench import trials
-from graphopt.bench.selection_run import RESULTS
 from graphopt.bench.selection_tasks import Batch, Task, evaluate
 from graphopt.bench.trials import MARKS, ROWS, Finished, compare, finished_sets
+from graphopt.bench.tuning import RESULTS
 from graphopt.errors import InputError
 
 

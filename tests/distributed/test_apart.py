@@ -96,3 +96,15 @@ def test_a_wrapper_that_does_not_fit_is_an_error_of_the_first_step(ranks: list[d
 def test_verifying_that_fails_on_one_rank_fails_on_all(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["verifying"] == "ZeroDivisionError: on rank 1: division by zero"
     assert ranks[1]["verifying"] == "ZeroDivisionError: division by zero"
+
+
+def test_a_graph_that_breaks_once_on_one_rank_mixes_no_gradients(ranks: list[dict[str, Any]]) -> None:
+    assert [found["breaks_once"] for found in ranks] == [[0.0] * 4] * 2
+
+
+def test_a_released_model_is_averaged_by_its_wrapper_again(ranks: list[dict[str, Any]]) -> None:
+    assert [found["released"] for found in ranks] == [[1, 0.0, 0.0]] * 2
+
+
+def test_a_weight_that_is_unfrozen_where_nothing_compiles_is_averaged(ranks: list[dict[str, Any]]) -> None:
+    assert [found["unfrozen_uncompiled"] for found in ranks] == [[0.0] * 5] * 2

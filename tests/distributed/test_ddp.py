@@ -92,6 +92,15 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: list[dict[str, Any]]) -> N
     assert theirs.startswith("BatchError: on rank 1: ")
     for found in ranks:
         assert found["after that"] == found["selected"]
+    for mine, others in zip(ranks[0]["no batch"], ranks[1]["no batch"], strict=True):
+        assert mine.startswith("InputError")
+        assert others.startswith("InputError: on rank 0: ")
+
+
+def test_a_limit_on_memory_that_only_one_rank_exceeds(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["memory alone"][0] == len(dict(model().named_parameters())) - 1  # `unused`
+    assert ranks[0]["memory alone"][1] == ranks[1]["memory alone"][1]
+    assert 0 < len(ranks[0]["memory alone"][1]) < ranks[1]["memory alone"][0]
 
 
 def test_a_rank_that_cannot_compile_trains_the_same_tensors(ranks: list[dict[str, Any]]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import graphopt
-from graphopt.analysis.layouts import Layout, Method
-from graphopt.planner.parallel import strategy_bytes
+from graphopt.planner.parallel import Layout, Method, strategy_bytes
 from graphopt.planner.sharded_memory import sharded_peak
 from tests import zoo
 from tests.distributed import work_memory

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from graphopt.compat.distributed import store_of
+from graphopt.distributed.agreement import require_same_weights
 from graphopt.distributed.ranks import Ranks
-from graphopt.errors import BudgetError, RankError
+from graphopt.errors import BudgetError, InputError, RankError
 from tests.distributed.spawned import on_ranks, results
 
 
@@ -126,3 +128,23 @@ def test_one_process_is_alone() -> None:
     ranks.check_same(3, "a")
     with pytest.raises(RankError, match="own"):
         ranks.together(lambda: _fails(1, RankError("own")), "a")
+
+
+def test_equal_weights_are_equal_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum of floating-point numbers depends on the order in which threads take them."""
+    weights = nn.ParameterDict({"a": torch.randn(3_000_001), "b": torch.randn(3, dtype=torch.complex64)})
+    weights["c"] = nn.Parameter(torch.tensor([True]), requires_grad=False)
+    weights["d"] = nn.Parameter(torch.randn(3, dtype=torch.complex64).conj(), requires_grad=False)
+    before, others = torch.get_num_threads(), []
+    ranks = Ranks.alone()
+    monkeypatch.setattr(ranks, "gather", lambda value, what: others.append(value) or others)
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            require_same_weights(weights, ranks)
+    finally:
+        torch.set_num_threads(before)
+    with torch.no_grad():
+        weights["b"][0].neg_()
+    with pytest.raises(InputError, match="b is not the same on ranks 0 and 3"):
+        require_same_weights(weights, ranks)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from graphopt.distributed.divided import mean_gradients
 from tests.distributed import work_sharded
 from tests.distributed.spawned import results
 
@@ -157,3 +158,17 @@ def test_a_checkpoint_of_two_ranks_goes_on_three(two: list[dict[str, Any]], thre
         assert_same(found["loaded"][1], states)
         assert found["loaded"][2] == selected
         assert all(map(math.isfinite, found["goes on"]))
+
+
+def test_measuring_gradients_leaves_buffers_as_they_were() -> None:
+    """Those that were made in inference mode, which cannot be written, and those that an earlier step has saved."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        model.register_buffer("cache", torch.ones(3))
+    scale = model[1].running_var
+    earlier = (model[0].weight * scale).sum()
+    found = mean_gradients(model, lambda: model(torch.randn(4, 3)).square().sum(), ["0.weight"])
+    assert found["0.weight"] is not None
+    assert model[0].weight.grad is None
+    assert torch.equal(scale, torch.ones(3))
+    earlier.backward()

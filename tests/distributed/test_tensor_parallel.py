@@ -104,6 +104,7 @@ WHY = {
     "no names": "pass init_device_mesh(.., (1, 2), mesh_dim_names=('dp', 'tp'))",
     "other mesh": "mesh is 2 x 1, on which a batch of 4 does not fit by the plan: pass init_device_mesh(.., (1, 2)",
     "no tp_plan": "it has no tp_plan. Set model.tp_plan",
+    "no such names": "are those of no layer, as where another module wraps the model",
     "style": "divides model.layers.*.self_attn.q_proj by 'packed_colwise', for which torch",
     "heads": "2 ranks cannot divide 1 heads",
 }

@@ -24,7 +24,7 @@ def test_weights_are_those_of_the_trainer_alone(ranks: list[dict[str, Any]], acc
         plain, ours = found[f"accumulation {accumulation}"]
         for name, weight in plain.items():
             torch.testing.assert_close(ours[name], weight, rtol=0, atol=2e-5, msg=name)
-        assert found["wrapped"] == ("DistributedDataParallel", ["noop_hook"])
+        assert found["wrapped"] == ("DistributedDataParallel", ["unless_silenced"])
 
 
 def test_ranks_that_the_trainer_does_not_know_of_are_refused(ranks: list[dict[str, Any]]) -> None:

@@ -20,7 +20,6 @@ from graphopt.distributed.ranks import Ranks
 from graphopt.integrations.asked import Asked, begin
 from graphopt.integrations.diverted import Diverted
 from graphopt.integrations.training_steps import TrainingSteps
-from graphopt.runtime.module import OptimizedModule
 from tests.distributed.work_ddp import error_of, gradients
 
 MESH: dict[str, Any] = {"passes": (), "backend": "aot_eager"}
@@ -83,8 +82,59 @@ def steps_of(
 def work(rank: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     found: dict[str, Any] = {"refused": refused(rank, mesh, folder)}
-    for claim in (failed_kind, bucket_views, zeros, orders, failed_backward, not_finite, kinds, gives_up, wrapped, verifying):
+    claims = (failed_kind, bucket_views, zeros, orders, failed_backward, not_finite, kinds, gives_up, wrapped, verifying)
+    for claim in (*claims, breaks_once, released, unfrozen_uncompiled):
         found[claim.__name__] = claim(rank, mesh)
+    return found
+
+
+class Printing(Two):
+    """Breaks its graph between its layers for long batches."""
+
+    def forward(self, x: Tensor, adapted: bool = False) -> Tensor:
+        hidden = torch.tanh(self.a(x))
+        if len(x) > 6:
+            torch._dynamo.graph_break()
+        return self.c(self.b(hidden)).square().mean()
+
+
+def breaks_once(rank: int, mesh: Any) -> list[float]:
+    """A long batch on rank 1 breaks the graph there, and later steps are one graph again; by what the ranks' gradients differ."""
+    torch.manual_seed(0)
+    opt, found = graphopt.optimize(Printing(), (batch(rank),), mesh=mesh, **MESH), []
+    for seed, size in enumerate((6, 8 if rank else 6, 6, 6)):
+        opt.zero_grad()
+        opt(batch(rank, size, seed)).backward()
+        found.append(apart(opt))
+    return found
+
+
+def released(rank: int, mesh: Any) -> list[Any]:
+    """A DistributedDataParallel averages by itself again, once the model in it is nobody else's."""
+    of = two()
+    ddp, steps = DistributedDataParallel(of), steps_of(of, mesh=mesh)
+    ddp(batch(rank)).backward()
+    found = [len(ddp._comm_hooks), apart(of)]
+    steps._diverted.remove()
+    of.zero_grad()
+    ddp(batch(rank)).backward()
+    return [*found, apart(of)]
+
+
+def unfrozen_uncompiled(rank: int, mesh: Any) -> list[float]:
+    """A weight that is unfrozen where no step is compiled is averaged, too."""
+
+    def compiler(*_: Any) -> Any:
+        raise RuntimeError("there is none")
+
+    of = two()
+    of.a.weight.requires_grad_(False)
+    opt, found = graphopt.optimize(of, (batch(rank),), passes=(), backend=compiler, mesh=mesh), []
+    for seed in range(5):
+        of.a.weight.requires_grad_(seed == 4)
+        of.zero_grad()
+        opt(batch(rank, seed=seed)).backward()
+        found.append(apart(of))
     return found
 
 
@@ -127,7 +177,7 @@ def orders(rank: int, mesh: Any) -> Any:
     opt = graphopt.optimize(two(), (own,), mesh=mesh, **MESH)
     opt.c.weight.requires_grad_(False)
     changed = opt.reselect((own,)).changed
-    plain = copy.deepcopy(opt._model)
+    plain = copy.deepcopy(opt._graphopt_model)
     for of in (opt, DistributedDataParallel(plain)):
         of(own).backward()
     found = changed, gradients(opt), gradients(plain)
@@ -181,7 +231,7 @@ def not_finite(rank: int, mesh: Any) -> list[bool]:
         with mock.patch.dict("os.environ", {"GRAPHOPT_DISABLE": str(int(disabled))}):
             of = Told(4, 1)
             steps = steps_of(of)
-            steps._gave_up = not disabled
+            steps._gave_up, steps.watches_losses = not disabled, True
             of(batch(rank) * (torch.nan if rank else 1))
             found += [steps.opt is None, steps.all_finite([torch.full((2,), torch.nan if rank else 1.0)])]
     return found
@@ -223,7 +273,7 @@ def wrapped(rank: int, mesh: Any) -> str:
     """DistributedDataParallel waits for the gradients of tensors that are not selected."""
     of = two()
     ddp = DistributedDataParallel(of)
-    steps_of(of, 0.9, "auto")
+    graphopt.prepare(of, torch.optim.SGD(of.parameters(), lr=0.1), [batch(rank)], 0.9, backend="aot_eager")
     return error_of(lambda: ddp(batch(rank)))
 
 
@@ -233,5 +283,5 @@ def verifying(rank: int, mesh: Any) -> str:
     def compare(*_: Any) -> str:
         return "" if rank == 0 else str(1 / 0)
 
-    with mock.patch.object(OptimizedModule, "first_difference", compare):
+    with mock.patch("graphopt.api.first_difference", compare):
         return error_of(lambda: graphopt.optimize(two(), (batch(rank),), verify=True, mesh=mesh, **MESH))

@@ -74,7 +74,7 @@ def step(ddp: nn.Module, batch: Any, times: int = 1) -> dict[str, Tensor | None]
     return gradients(ddp)
 
 
-def optimised(batch: Any, budget: float | None = BUDGET, **options: Any) -> Any:
+def optimised(batch: Any, budget: Any = BUDGET, **options: Any) -> Any:
     options = {"passes": PUBLISHED, "backend": "aot_eager", **options}
     return graphopt.optimize(model(), batch, budget, **options)
 
@@ -86,6 +86,7 @@ def work(rank: int) -> dict[str, Any]:
     found["selected alone"] = sorted(by_itself.selected)
     found["another group"] = error_of(lambda: DistributedDataParallel(by_itself, find_unused_parameters=True)(*batch))
 
+    found["no batch"] = [error_of(lambda: optimised(batch if rank else 7))]
     opt = optimised(batch)
     found["selected"] = sorted(opt.selected)
     found["importance"] = opt.plan.importance.values
@@ -113,7 +114,17 @@ def work(rank: int) -> dict[str, Any]:
     found["backend"] = error_of(lambda: compiled(*batch))
     found["bad batch"] = error_of(lambda: optimised((batch[0], batch[1][: SIZE - rank])))
     found["after that"] = sorted(optimised(batch).selected)
+    found["memory alone"] = memory_alone(rank, alone[rank])
     return found
+
+
+def memory_alone(rank: int, itself: dist.ProcessGroup) -> tuple[int, list[str]]:
+    """Within what rank 1's small batch needs: how many tensors are trained there by itself, and which beside rank 0."""
+    x, labels = joint_batch()
+    small, mine = (x[:2], labels[:2]), (x[: 16 - 14 * rank], labels[: 16 - 14 * rank])
+    limit = graphopt.Budget(memory=graphopt.analyze(model(), small, backend="aot_eager").memory.peak_bytes)
+    alone = optimised(small, limit, group=itself)
+    return len(alone.selected), sorted(optimised(mine, limit).selected)
 
 
 UNUSED = {"find_unused_parameters": True}
@@ -132,6 +143,7 @@ def reselects(rank: int, opt: Any, ddp: nn.Module, found: dict[str, Any]) -> Non
     found["reselected"] = outcome.changed, outcome.gain, sorted(opt.selected)
     with torch.no_grad():
         opt.head.weight.mul_(2)
+    found["no batch"].append(error_of(lambda: opt.reselect(batch if rank else 7)))
     found["reselected anew"] = opt.reselect(batch).changed, sorted(opt.selected)
     found["after reselecting"] = without_prefix(step(ddp, batch, 2))
 

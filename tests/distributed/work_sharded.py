@@ -239,7 +239,7 @@ def two(rank: int, folder: str) -> dict[str, Any]:
     found["sizes"] = [p.numel() for name, p in opt.named_parameters() if name in opt.selected]
     goes_on(rank, opt, folder, found)
     found["accumulated"], found["accumulated, eager"] = accumulated(rank, opt), accumulated(rank, only(layers, mesh, None))
-    found["mesh, too"] = error_of(lambda: optimised(opt._model, rows(rank), 0.6, mesh=mesh))
+    found["mesh, too"] = error_of(lambda: optimised(opt._graphopt_model, rows(rank), 0.6, mesh=mesh))
     changes(rank, mesh, found)
     replicated(rank, mesh, found)
     return found

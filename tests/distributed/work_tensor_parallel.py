@@ -215,6 +215,8 @@ def distributes(mesh: Any, found: dict[str, Any]) -> None:
         found[f"distributed, {strategy}"] = gradients(model), divided
     both, odd = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp")), llama(None)
     odd.tp_plan = {"model.layers.*.self_attn.q_proj": "packed_colwise"}
+    wrapped = nn.Sequential(llama(None))
+    wrapped.tp_plan = {"model.layers.*.self_attn.q_proj": "colwise"}  # type: ignore[assignment]
     table = [StrategyRow("DP+TP (1 x 2)", 4, 4, 4.0, 0, "")]
     calls = {
         "again": (llama(mesh), planned("CDP"), mesh),
@@ -224,6 +226,7 @@ def distributes(mesh: Any, found: dict[str, Any]) -> None:
         "no names": (llama(None), planned("DP+TP", table), mesh),
         "other mesh": (llama(None), planned("DP+TP", table), both),
         "no tp_plan": (Layers(False), planned("TP"), mesh),
+        "no such names": (wrapped, planned("TP"), mesh),
         "style": (odd, planned("TP"), mesh),
         "heads": (llama(None, num_attention_heads=1), planned("TP"), mesh),
     }

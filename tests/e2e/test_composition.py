@@ -17,7 +17,7 @@ import graphopt
 from graphopt import Budget, PassError
 from graphopt.analysis.flop_formulas import ADDED_FORMULAS
 from graphopt.planner.importance import Importance
-from graphopt.planner.rating import rate_tensors
+from graphopt.planner.rating import Rater
 from tests import zoo
 from tests.long_forms import long
 
@@ -84,11 +84,13 @@ def prefer_others(opt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the next selection rate tensors that are not trained far above those that are."""
     current = opt.selected
 
+    rate = Rater.rate
+
     def rated(*arguments: Any) -> Importance:
-        found = rate_tensors(*arguments)
+        found = rate(*arguments)
         return replace(found, values={n: 1e-3 if n in current else 1.0 for n in found.values})
 
-    monkeypatch.setattr("graphopt.runtime.reselection.rate_tensors", rated)
+    monkeypatch.setattr(Rater, "rate", rated)
 
 
 def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -> None:
@@ -107,7 +109,7 @@ def train_until_sampled(opt: Any, optimizer: Any, data: list[Any], steps: int) -
 )
 def test_training_with_everything_at_once(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, opt, optimizer, data = optimised(name, 0.8 if name == "bert" else 0.78, schedule=schedule)
-    assert [p.name for p in opt._plan.passes] == ["greentrainer", "runlora", "vcas", "lsp"]
+    assert [p.name for p in opt.plan.passes] == ["greentrainer", "runlora", "vcas", "lsp"]
     losses, sampled, selections = [], 0, {opt.selected}
     for step in range(22):
         batch = data[step % 2]
@@ -167,7 +169,7 @@ def test_the_report_counts_what_runs_whatever_the_combination(sampled: Trained) 
         assert report.step_flops == ours.get_total_flops()
         assert report.full_step_flops == full.get_total_flops()
         assert report.flops_ratio == pytest.approx(ours.get_total_flops() / full.get_total_flops())
-        exact = opt._plan.without_sampling().rewrite(opt.graph, opt.last_step.graph.batch_size)[1][-1].step_flops_after
+        exact = opt.plan.without_sampling().rewrite(opt.graph, opt.last_step.graph.batch_size)[1][-1].step_flops_after
         assert opt.last_step.sampled_part == pytest.approx(ours.get_total_flops() / exact)
 
 

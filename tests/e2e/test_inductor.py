@@ -14,7 +14,7 @@ from tests import zoo
 from tests.long_forms import long
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", *long("bert", "t5-tied")])
+@pytest.mark.parametrize("name", ["cnn", *long("mlp", "bert", "t5-tied")])
 def test_compiled_training_follows_eager_training_of_the_same_tensors(name: str) -> None:
     model, inputs = zoo.make(name, 4)
     opt = graphopt.optimize(zoo.in_one_block(model), inputs, budget=0.6)

@@ -10,7 +10,8 @@ from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.frontend.history import needs_gradient
+from graphopt.frontend import running
+from graphopt.frontend.region import needs_gradient, tensor_names
 from tests.long_forms import long
 
 
@@ -88,6 +89,29 @@ def test_parts_below_all_that_is_trained_have_no_backward(leaf: bool, backend: s
         backward = sum(str(n.target).startswith("aten.mm") for _, half in opt.last_step.halves for n in half.graph.nodes)
         if train == ("last.weight",) and not leaf:  # of a leaf that forward makes, somebody may ask for the gradient
             assert backward == 1
+
+
+def test_names_are_looked_up_once_for_all_leaves_that_may_be_behind_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[int] = []
+
+    class Eager(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.before(x))
+
+        @torch.compiler.disable
+        def before(self, x: Tensor) -> Tensor:
+            return self.second(self.third(x))
+
+    def names(model: nn.Module) -> dict[int, tuple[str, ...]]:
+        looked_up.append(1)
+        return tensor_names(model)
+
+    model, x = Eager(False), torch.randn(5, 6)
+    opt = graphopt.optimize(model, (x,), passes=[GreenTrainer(train=("last.weight",))], backend="aot_eager")
+    opt(x).backward()
+    monkeypatch.setattr(running, "tensor_names", names)
+    opt(x).backward()
+    assert len(looked_up) == 1
 
 
 def test_the_callers_inputs_keep_their_gradient() -> None:

@@ -128,12 +128,12 @@ def test_an_optimised_model_that_has_run_is_pickled_and_goes_on(kind: str) -> No
     again.zero_grad()
     again(*inputs).backward()
     assert again.selected == opt.selected
-    for name, gradient in gradients(again._model).items():
+    for name, gradient in gradients(again._graphopt_model).items():
         torch.testing.assert_close(gradient, model.get_parameter(name).grad)
     assert again.report.flops_ratio == opt.report.flops_ratio
     copied = copy.deepcopy(opt)
     assert copied.report.flops_ratio == opt.report.flops_ratio
-    assert copied._model is not model
+    assert copied._graphopt_model is not model
 
 
 def test_it_passes_for_the_model_and_shows_its_signature() -> None:
@@ -142,6 +142,15 @@ def test_it_passes_for_the_model_and_shows_its_signature() -> None:
     assert isinstance(opt, OptimizedModule)
     assert type(opt) is OptimizedModule
     assert inspect.signature(opt.forward) == inspect.signature(model.forward)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_it_is_exported_as_the_model_is(strict: bool) -> None:
+    model, inputs, opt = made("one graph")
+    opt(*inputs).backward()
+    exported = torch.export.export(opt, inputs, strict=strict)
+    assert set(exported.state_dict) == set(model.state_dict())
+    torch.testing.assert_close(exported.module()(*inputs), model(*inputs))
 
 
 @pytest.mark.parametrize("kind", ["one graph", "several graphs"])

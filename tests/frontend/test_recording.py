@@ -65,3 +65,23 @@ def test_a_model_that_cannot_be_copied_stays_as_it_was() -> None:
         prepare(model, (x,), backend="aot_eager")
         torch.testing.assert_close(dict(model.named_buffers()), before)
         assert model.calls == 0
+
+
+class OfTwo(nn.Module):
+    """Takes what may be the same tensor twice, as ids and labels are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.layer(x) * y
+        print(end="")
+        return (hidden - y).square().mean()
+
+
+def test_a_tensor_that_is_given_twice_is_one_input() -> None:
+    x = torch.randn(4, 8)
+    for given, inputs in (((x, x), 1), ((x, x.clone()), 2)):
+        graph = record(OfTwo(), given, {}, 0, "it is not one graph").graph
+        assert sum(desc.kind == "input" for desc in graph.inputs) == inputs

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import Lsp, Pass, RunLora
+from graphopt.passes import Lsp, Pass, Preserves, RunLora, Site
+from graphopt.passes.base import Changes
 from torch import Tensor, nn
 
 import graphopt
 from graphopt.compat import aot
 from graphopt.compat.aot import Hooks
 from graphopt.frontend import backend, rewriting
+from graphopt.graph import TrainingGraph
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.plan import Plan
 
@@ -69,11 +71,31 @@ def keyed(monkeypatch: pytest.MonkeyPatch, *passes: Pass) -> tuple[Hooks, Callab
 
 def test_what_measured_times_decide_is_not_taken_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may have measured others: the order that runs would not be the one that is reported."""
-    assert keyed(monkeypatch, RunLora())[0].depends_on_data
+    assert keyed(monkeypatch, RunLora())[0].untold
     for told in (RunLora(criterion="flops"), RunLora(order="forward1+backward1")):
-        assert not keyed(monkeypatch, told)[0].depends_on_data
+        assert not keyed(monkeypatch, told)[0].untold
     assert Lsp().measures_machine
-    assert not any(p.measures_machine for p in (Lsp(order="formed"), Lsp(criterion="flops"), Lsp(schedule="zero")))
+    assert not any(p.measures_machine for p in (Lsp(order="formed"), Lsp(criterion="flops")))
+
+
+@dataclass(frozen=True)
+class OfTheUser:
+    """A pass whose code lies anywhere."""
+
+    name = "of the user"
+    preserves = Preserves.EXACT
+    serves = ()
+
+    def applicable(self, graph: TrainingGraph) -> list[Site]:
+        return []
+
+    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
+        return Changes(())
+
+
+def test_what_a_pass_of_the_users_rewrote_is_not_taken_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code may have been edited since."""
+    assert keyed(monkeypatch, OfTheUser())[0].untold
 
 
 def test_the_limit_on_memory_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:

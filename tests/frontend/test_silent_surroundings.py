@@ -252,6 +252,28 @@ def test_tensors_in_the_place_of_parameters_are_not_selected_among_and_the_repor
     assert all(leaf.grad is not None for leaf in leaves.values())
 
 
+def test_tensors_take_the_place_of_a_part_that_is_called_model() -> None:
+    """They were set on the model itself, and the part was run with its own."""
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._model = nn.Linear(5, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self._model(x).square().sum()
+
+    model, x = Wrapper(), torch.randn(4, 5)
+    opt = graphopt.optimize(model, (x,), backend="aot_eager")
+    found = []
+    for called in (opt, model):
+        leaves = {name: (p.detach() * 1.5).requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(called, leaves, (x,)).backward()
+        found.append({name: leaf.grad for name, leaf in leaves.items()})
+    torch.testing.assert_close(*found)
+    assert opt._model is model._model
+
+
 def test_models_are_freed() -> None:
     references = []
     for _ in range(3):

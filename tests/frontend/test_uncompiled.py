@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import types
 import weakref
 
 import pytest
 import torch
+from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.compat import joint
+from tests.messages import warnings_of
 
 
 class LossAndLogits(nn.Module):
@@ -67,6 +71,35 @@ def test_a_graph_break_elsewhere_is_not_held_against_a_model() -> None:
     assert not opt.last_step.broken
 
 
+class Switched(nn.Module):
+    """The layer before the last one goes to eager mode in the middle of training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.apart = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.layers[0](x))
+        x = self.eager(x) if self.apart else torch.relu(self.layers[1](x))
+        return self.layers[2](x).square().mean()
+
+    @torch.compiler.disable
+    def eager(self, x: Tensor) -> Tensor:
+        return torch.relu(self.layers[1](x))
+
+
+def test_new_weights_of_what_runs_in_eager_mode_are_selected_or_not_as_the_old_ones() -> None:
+    model, x, train = Switched(), torch.randn(4, 8), ("layers.0.weight", "layers.2.weight")
+    opt = graphopt.optimize(model, (x,), passes=[GreenTrainer(train=train)], backend="aot_eager")
+    for step in range(5):
+        model.apart = step > 0
+        model.zero_grad()
+        opt(x).backward()
+        assert tuple(name for name, p in model.named_parameters() if p.grad is not None) == train
+        if step != 1:
+            opt.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
 def test_a_step_that_fails_lets_its_batch_go() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
     good = torch.zeros(4, dtype=torch.long)
@@ -91,6 +124,33 @@ class Recurrent(nn.Module):
         hidden = self.layer(x)[0].sum(1)
         torch._dynamo.graph_break()
         return self.head(hidden).square().mean()
+
+
+def test_many_steps_of_a_recurrent_layer_are_told_of_and_can_be_left_to_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "MANY_STEPS", 7)
+    joint.warn_of_many_steps.cache_clear()
+    torch.manual_seed(0)
+    model, other = Recurrent(), Recurrent()
+    x = torch.randn(4, 7, 8)
+    with warnings_of() as texts:
+        graphopt.optimize(model, (x[:, :6],), backend="aot_eager")
+        assert not texts
+        for _ in range(2):
+            graphopt.optimize(model, (x,), backend="aot_eager")
+    assert len(texts) == 1
+    assert "7 times its cell" in texts[0]
+    other.layer.forward = types.MethodType(torch.compiler.disable(type(other.layer).forward), other.layer)
+    joint.warn_of_many_steps.cache_clear()
+    with warnings_of() as texts:
+        opt = graphopt.optimize(other, (x,), backend="aot_eager", verify=True)
+        assert all(p.grad is None for p in other.parameters())
+        opt(x).backward()
+    assert not [text for text in texts if "step by step" in text]
+    ours = {n: p.grad.clone() for n, p in other.named_parameters() if p.grad is not None}
+    other.zero_grad()
+    other(x).backward()
+    for name, parameter in other.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad)
 
 
 @pytest.mark.parametrize("compiled_first", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from graphopt.passes import Vcas
+from graphopt.passes import Lsp, Vcas
 from graphopt.passes.base import Changes, Preserves, Site
 from torch import Tensor, nn
 
@@ -110,6 +110,34 @@ def test_a_pass_that_does_not_say_what_its_input_is_names_it() -> None:
     opt = graphopt.optimize(model, inputs, passes=[Nameless()], backend="aot_eager")
     with pytest.raises(graphopt.PassError, match="'factor'"):
         opt(*inputs).backward()
+
+
+def test_each_of_several_passes_gets_what_it_added_alone() -> None:
+    class Other(Scaled):
+        name = "other"
+
+        def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
+            graph.add_backward_output("bias", graph.gradients()["0.bias"])
+            graph.add_backward_output("sum of 0.weight", graph.gradients()["0.bias"])  # as another pass calls its own
+            return Changes(tuple(decisions))
+
+        def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
+            self.sums[desc.target] = float(value.sum())
+
+    model, inputs = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.randn(4, 8),)
+    scaled, other = Scaled(), Other()
+    lsp = Lsp(subspace=4, nonzeros=2, criterion="flops")
+    opt = graphopt.optimize(model, inputs, passes=[scaled, other, lsp], loss=lambda y: y.square().sum(), backend="aot_eager")
+    optimizer = opt.make_optimizer(torch.optim.AdamW, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        opt(*inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(scaled.sums) == {"sum of 0.weight", "sum of 1.weight", "noise"}
+    assert set(other.sums) == {"bias", "sum of 0.weight"}
+    assert other.sums["bias"] == other.sums["sum of 0.weight"] != scaled.sums["sum of 0.weight"]
+    assert not any(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

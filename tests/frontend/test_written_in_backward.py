@@ -110,5 +110,5 @@ def test_such_a_step_is_not_sampled() -> None:
     """Trials would write, and what is written would be of the rows that are drawn."""
     model, x = Watching(), torch.randn(6, 4)
     opt = graphopt.optimize(model, (x,), graphopt.Budget(variance=0.5), backend="aot_eager")
-    assert "backward of an operator writes" in opt.not_separable
+    assert "backward of an operator writes" in opt.plan.not_separable
     assert_same_buffers(model, Watching())

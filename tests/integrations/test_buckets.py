@@ -58,6 +58,14 @@ def test_rows_of_bare_tokens() -> None:
     assert (batch["labels"][0, 9:] == -100).all()
 
 
+def test_a_collator_with_a_seed_goes_on_with_its_random_numbers() -> None:
+    plain = DataCollatorForLanguageModeling(tokenizer(), seed=0)
+    collator = bucketed(plain, (32,))
+    first, second = (collator(features(32))["labels"] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert plain.generator is None
+
+
 def test_what_cannot_pad_is_refused() -> None:
     with pytest.raises(InputError, match="pad_to_multiple_of"):
         bucketed(default_data_collator)

@@ -5,6 +5,8 @@ import torch
 from graphopt.passes import Lsp
 from torch import nn
 
+from graphopt.errors import InputError
+from graphopt.integrations.dynamo import graphopt_backend
 from tests import zoo
 from tests.messages import warnings_of
 
@@ -47,6 +49,9 @@ def test_bad_options_are_refused() -> None:
     model = torch.compile(nn.Linear(3, 2), backend="graphopt", options={"bugdet": 0.5})
     with pytest.raises(Exception, match="bugdet"):
         model(torch.randn(4, 3))
+    for options in ({"bugdet": 0.5}, {"backend": "tensorrt"}):
+        with pytest.raises(InputError, match=r"bugdet|tensorrt"):
+            graphopt_backend(torch.fx.symbolic_trace(nn.Linear(3, 2)), [torch.randn(4, 3)], options=options)
 
 
 def test_compressed_gradients_are_refused_with_the_way_to_have_them() -> None:

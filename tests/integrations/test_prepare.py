@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,14 @@ import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from graphopt.passes import Lsp, Vcas
+from graphopt.passes import Vcas
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, IterableDataset
 
 import graphopt
 from graphopt.errors import BudgetError, InputError, PassError
 from graphopt.integrations.prepare import Prepared, prepare
-from tests import zoo
 from tests.integrations.trainer_runs import classifier, points, same, weights
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer, Any], list[float]]
@@ -135,88 +137,6 @@ def test_adapters_in_half_precision_are_looked_at_again(monkeypatch: Any) -> Non
     assert len(looks) == 2
 
 
-LSP = Lsp(subspace=5, nonzeros=2, criterion="flops", check_every=3)
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return zoo.MLP(width=16).double()
-
-
-def compressed_loop(model: nn.Module, optimizer: Any, clear: Callable[[], None], parameters: Callable[[], Any]) -> None:
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(6):
-        x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
-        clear()
-        model(x, torch.arange(6) % 3).backward()
-        nn.utils.clip_grad_norm_(parameters(), 0.5)
-        optimizer.step()
-        schedule.step()
-
-
-def test_compressed_gradients_are_stepped_by_the_optimizer_that_is_returned() -> None:
-    reference, model = mlp(), mlp()
-    example = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(6) % 3)
-    torch.manual_seed(7)
-    opt = graphopt.optimize(reference, example, passes=[LSP], backend="aot_eager")
-    own = opt.make_optimizer(torch.optim.AdamW, lr=1e-2)
-    compressed_loop(opt, own, own.zero_grad, own.parameters)
-
-    torch.manual_seed(7)
-    training = prepared(model, passes=[LSP])
-    _, optimizer, _ = training
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    groups = lambda: [p for group in optimizer.param_groups for p in group["params"]]  # noqa: E731
-    compressed_loop(model, optimizer, model.zero_grad, groups)  # which clears no compressed gradient
-    assert training.report.sections["lsp"]["compressed"]
-    assert not same(model, mlp())
-    for name, value in weights(model).items():
-        torch.testing.assert_close(value, weights(reference)[name])
-
-    saved = copy.deepcopy(optimizer.state_dict())
-    again = prepared(mlp(), passes=[LSP])
-    again.optimizer.load_state_dict(saved)  # before the first batch
-    again.model.load_state_dict(model.state_dict())
-    for run in (training, again):
-        torch.manual_seed(8)
-        compressed_loop(run.model, run.optimizer, run.model.zero_grad, run.optimizer.parameters)
-    assert same(model, again.model)
-
-
-def test_a_state_that_does_not_fit_is_refused_once_and_training_goes_on() -> None:
-    model, batch = mlp(), (torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3)
-    training = prepared(model, passes=[LSP])
-    split = torch.optim.AdamW([{"params": [p]} for p in mlp().parameters()], lr=5.0)
-    before = training.optimizer.param_groups[0]["lr"]
-    with pytest.raises(InputError, match="the state has 6 parameter groups, this optimizer 1"):
-        training.optimizer.load_state_dict(split.state_dict())
-    assert training.optimizer.param_groups[0]["lr"] == before
-    plain = torch.optim.AdamW(mlp().parameters(), lr=0.5)
-    training.optimizer.load_state_dict(plain.state_dict())  # of gradients that were not compressed
-    with pytest.raises(InputError, match="not the state of an optimizer with compressed gradients"):
-        model(*batch)
-    assert same(model, mlp())
-    assert training.optimizer.param_groups[0]["lr"] == before
-    model(*batch).backward()
-    training.optimizer.step()
-    assert all(w.changed is not None for w in training.opt.states["lsp"].weights.values())
-    assert not same(model, mlp())
-
-
-def test_where_nothing_is_compressed_the_optimizer_is_the_users(warnings: list[str]) -> None:
-    plain, model = mlp(), mlp()
-    inner = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    compressed_loop(plain, inner, inner.zero_grad, plain.parameters)
-    where_memory_asks = Lsp(subspace=5, nonzeros=2, criterion="flops", weights=())
-    training = prepared(model, graphopt.Budget(memory="1GiB"), passes=[where_memory_asks])
-    compressed_loop(model, training.optimizer, training.optimizer.zero_grad, model.parameters)
-    for name, value in weights(model).items():
-        torch.testing.assert_close(value, weights(plain)[name])
-    assert warnings == []
-    assert training.optimizer.state_dict()["state"]
-
-
 def test_an_epoch_that_goes_on_in_its_middle_is_a_whole_one() -> None:
     training = prepared(classifier(dropout=0.0), 0.7, loader(16))
     divided = Accelerator(cpu=True).prepare(training.loader)
@@ -287,35 +207,61 @@ def test_a_model_can_be_prepared_anew_and_had_back() -> None:
     assert "2 steps" in repr(second)
 
 
+class Broken(nn.Module):
+    """Its graph breaks, and parts that torch.compile leaves to eager mode drop gradients by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.below(x).relu()
+        torch._dynamo.graph_break()
+        return nn.functional.cross_entropy(self.above(hidden), y)
+
+
+BROKEN = torch.randn(16, 8), torch.randint(4, (16,))
+
+
+def without_gradient(model: nn.Module) -> int:
+    model.zero_grad()
+    model(*BROKEN).backward()
+    return sum(p.grad is None for p in model.parameters())
+
+
 def test_a_model_that_is_detached_trains_everything_again() -> None:
-    """Though parts that torch.compile leaves to eager mode drop gradients by hooks while it is trained under a plan."""
-
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.below, self.above = nn.Linear(8, 32), nn.Linear(32, 4)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            hidden = self.below(x).relu()
-            torch._dynamo.graph_break()
-            return nn.functional.cross_entropy(self.above(hidden), y)
-
-    model, inputs = Broken(), (torch.randn(16, 8), torch.randint(4, (16,)))
+    model = Broken()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def without_gradient() -> int:
-        optimizer.zero_grad()
-        model(*inputs).backward()
-        return sum(p.grad is None for p in model.parameters())
-
     training = prepare(model, optimizer, None, 0.6, backend="aot_eager")
-    assert without_gradient()
+    assert without_gradient(model)
     assert training.opt is not None
     training.opt.drop_unselected()
     training.detach()
-    assert not without_gradient()
-    training.opt(*inputs)
-    assert without_gradient()  # it is used again
+    assert not without_gradient(model)
+    training.opt(*BROKEN)
+    assert without_gradient(model)  # it is used again
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_that_is_prepared_anew_forgets_the_earlier_plan(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no new one can be made, and the model itself runs."""
+
+    def unable(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no plan")
+
+    model = Broken()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first = weakref.ref(prepare(model, optimizer, None, 0.6, backend="aot_eager"))
+    assert without_gradient(model)
+    first().opt.drop_unselected()
+    optimizer.step()
+    if fails:
+        monkeypatch.setattr("graphopt.integrations.asked.optimize", unable)
+    second = prepare(model, optimizer, None, None, backend="aot_eager")
+    assert not without_gradient(model)
+    assert (second.opt is None) is fails
+    gc.collect()
+    assert first() is None  # no hook of the optimizer keeps it
 
 
 def test_data_without_a_length_and_a_loss_outside_of_the_model() -> None:
@@ -356,6 +302,23 @@ def test_what_can_be_told_without_a_batch_is_told_at_once() -> None:
         training.report  # noqa: B018
     with pytest.raises(BudgetError, match=r"[Ss]mallest"):
         model(**{key: value[None] for key, value in points(1)[0].items()})
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_model_that_is_sharded_is_for_optimize(first: bool) -> None:
+    """A forward finds weights that the call has gathered and will give up: torch's own error came in the backward."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = classifier()
+        if first:
+            fully_shard(model)
+        prepared(model, 0.7)
+        if not first:
+            fully_shard(model)
+        with pytest.raises(InputError, match="optimize"):
+            model(**next(iter(loader())))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_it_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

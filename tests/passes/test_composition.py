@@ -206,9 +206,8 @@ WITH_ADAPTERS = [combination for combination in MATRIX if "runlora" in combinati
     [
         *(("mlp", combination) for combination in MATRIX),
         *(("adapted", combination) for combination in WITH_ADAPTERS),
-        ("lora", WITH_ADAPTERS[-1]),
         ("tied", ("greentrainer", "vcas", "lsp")),
-        *long(*(case for case in itertools.product(LARGER, MATRIX) if case != ("lora", WITH_ADAPTERS[-1]))),
+        *long(*itertools.product(LARGER, MATRIX)),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from graphopt.passes import Pass, Preserves, Site
+from graphopt.passes import DeadRows, GreenTrainer, LinearCrossEntropy, Lsp, Pass, Preserves, Recompute, Site, Vcas
 from graphopt.passes.base import Changes
 from graphopt.passes.technique import Planning, Technique
 from graphopt.passes.vcas import SampleSizes
@@ -113,3 +115,28 @@ def test_it_refuses_in_its_own_words() -> None:
 def test_a_damaged_decision_is_refused(ratios: Any, size: int) -> None:
     with pytest.raises(InputError, match="ratios of vcas"):
         SampleSizes(ratios, size)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearCrossEntropy(chunks=2.0), "linear_cross_entropy: chunks=2.0 must be a whole number of at least 1"),
+        (lambda: LinearCrossEntropy(chunks="2"), "chunks='2'"),
+        (lambda: DeadRows(labelled="0.5"), "dead_rows: labelled='0.5' must be a number above 0"),
+        (lambda: Lsp(seed="x"), "lsp: seed='x' must be a whole number"),
+        (lambda: Vcas(keep_rows=0.5, seed=2**70), "vcas: seed="),
+        (lambda: GreenTrainer(train="a.weight"), "greentrainer: train='a.weight' is one name"),
+        (lambda: Recompute(5), "recompute: segments=5"),
+    ],
+)
+def test_fields_that_hold_something_else_are_refused_when_a_technique_is_made(make: Any, message: str) -> None:
+    with pytest.raises(PassError, match=re.escape(message)):
+        make()
+
+
+def test_names_are_a_tuple_however_they_were_given() -> None:
+    """Of `Lsp`, () and None are different things, which [] must be, too."""
+    assert Lsp(weights=[]) == Lsp(weights=())  # type: ignore[arg-type]
+    assert Lsp(weights={"c", "a", "b"}).weights == ("a", "b", "c")  # type: ignore[arg-type]  # in every process
+    assert LinearCrossEntropy(chunks=numpy.int64(2)) == LinearCrossEntropy(chunks=2)  # type: ignore[arg-type]
+    assert GreenTrainer(train=(name for name in "ab")) == GreenTrainer(train=("a", "b"))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import statistics
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,16 +18,23 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.planner.capacity import Weighting, capacity
+from graphopt.planner.capacity import VECTOR, VECTOR_OF_STEEP, capacity
 from graphopt.planner.flops_limit import FlopsLimit, default_limit
+from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
 from tests import zoo
 
 
-def rated(model: nn.Module, inputs: Any, weighting: Weighting | None = None) -> dict[str, float]:
+def with_numbers(model: nn.Module, inputs: Any, norms: dict[str, float] | None = None, **numbers: float) -> Importance:
+    """The rating, with other numbers in the rule."""
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, weighting).values
+    with mock.patch.multiple("graphopt.planner.capacity", **{"VECTOR": VECTOR, **numbers}):
+        return capacity(analysis.graph, analysis.flops, norms)
+
+
+def rated(model: nn.Module, inputs: Any, **numbers: float) -> dict[str, float]:
+    return with_numbers(model, inputs, **numbers).values  # type: ignore[arg-type]
 
 
 def head_of(name: str) -> set[str]:
@@ -42,12 +50,11 @@ def head_of(name: str) -> set[str]:
 @pytest.mark.parametrize("size", [0.0, 0.4, 1.0])
 def test_a_value_depends_on_the_size_of_a_matrix_and_on_being_the_output_layer(name: str, size: float) -> None:
     model, inputs = zoo.make(name)
-    by = Weighting(vector=0.5, size=size, output=7.0)
     matrices = {n: p.numel() for n, p in model.named_parameters() if not is_vector(tuple(p.shape))}
     sizes = {n: elements for n, elements in matrices.items() if n not in head_of(name) and "embed" not in n}
     usual = statistics.median(sizes.values())
     power = size if name in ("mlp", "llama") else 0.0  # the loss of the others reads one row of each sample
-    values = rated(model, inputs, by)
+    values = rated(model, inputs, VECTOR=0.5, SIZE=size, OUTPUT=7.0)
     kinds = {n: (sizes.get(n, usual) / usual) ** power if n in matrices else 0.5 for n in values}
     expected = {n: kind * (7.0 if n in head_of(name) else 1.0) for n, kind in kinds.items()}
     largest = max(expected.values())
@@ -57,7 +64,7 @@ def test_a_value_depends_on_the_size_of_a_matrix_and_on_being_the_output_layer(n
 
 def test_the_output_layer_counts_so_many_times_and_nothing_else_changes() -> None:
     model, inputs = zoo.make("bert")
-    plain, more = (rated(model, inputs, Weighting(output=output)) for output in (1.0, 3.0))
+    plain, more = (rated(model, inputs, OUTPUT=output) for output in (1.0, 3.0))
     scale = min(more[n] / plain[n] for n in plain)
     factors = {n: more[n] / plain[n] / scale for n in plain}
     assert factors == pytest.approx({n: 3.0 if n in head_of("bert") else 1.0 for n in plain})
@@ -65,13 +72,13 @@ def test_the_output_layer_counts_so_many_times_and_nothing_else_changes() -> Non
 
 def test_with_no_regard_to_kind_all_tensors_but_the_outputs_are_alike() -> None:
     model, inputs = zoo.make("vit")
-    values = rated(model, inputs, Weighting(vector=1.0, size=0.0, output=4.0))
+    values = rated(model, inputs, VECTOR=1.0, SIZE=0.0, OUTPUT=4.0)
     assert {n for n, value in values.items() if value == 1.0} == head_of("vit")
     assert {value for n, value in values.items() if n not in head_of("vit")} == {0.25}
 
 
 def test_where_size_does_not_count_matrices_count_alike_and_vectors_less() -> None:
-    values = rated(*zoo.make("llama"), Weighting(vector=0.5, size=0.0, output=1.0))
+    values = rated(*zoo.make("llama"), VECTOR=0.5, SIZE=0.0, OUTPUT=1.0)
     assert {values[n] for n in values if "norm" not in n} == {1.0}
     assert {values[n] for n in values if "norm" in n} == {0.5}
 
@@ -97,7 +104,7 @@ def test_size_counts_where_a_head_reads_every_row_whether_it_is_trained_or_not(b
     for head in (model.few, model.every):
         if frozen and head is not None:
             head.requires_grad_(False)
-    values = rated(model, (torch.randn(4, 8, 6),), Weighting(size=0.5))
+    values = rated(model, (torch.randn(4, 8, 6),))
     assert (values["wide.weight"] > values["first.weight"]) == both
     if not frozen:
         assert values["few.weight"] == 10 / 1.2 * values["first.bias"]
@@ -109,12 +116,10 @@ def test_models_without_products_are_rated(model: nn.Module) -> None:
     assert max(rated(model, (inputs,)).values()) == 1.0
 
 
-def test_the_source_names_the_weighting() -> None:
+def test_the_source_names_the_numbers() -> None:
     model, inputs = zoo.make("mlp")
-    analysis = graphopt.analyze(model, inputs)
-    assert isinstance(analysis.flops, FlopProfile)
-    found = capacity(analysis.graph, analysis.flops, Weighting(vector=0.375, size=0.25, output=7.0))
-    assert set(found.values) == set(analysis.flops.order)
+    found = with_numbers(model, inputs, VECTOR=0.375, SIZE=0.25, OUTPUT=7.0)
+    assert set(found.values) == {name for name, _ in model.named_parameters()}
     first, second = (model.get_parameter(f"{layer}.weight").numel() for layer in ("first", "second"))
     value = (second / ((first + second) / 2)) ** 0.25
     assert found.values["second.weight"] == pytest.approx(found.values["first.bias"] / 0.375 * value)
@@ -129,10 +134,8 @@ def test_weights_need_not_exist() -> None:
 
 def with_norms(norms: dict[str, float], output: float = 10.0, steep: float = 0.75) -> dict[str, float]:
     """Values of the perceptron's tensors, with no regard to kind, where a gradient of 0.75 x the median adds a matrix's value."""
-    model, inputs = zoo.make("mlp")
-    analysis = graphopt.analyze(model, inputs)
-    assert isinstance(analysis.flops, FlopProfile)
-    return capacity(analysis.graph, analysis.flops, Weighting(1.0, 1.0, 0.0, output, steep=steep), norms).values
+    numbers = {"VECTOR": 1.0, "VECTOR_OF_STEEP": 1.0, "SIZE": 0.0, "OUTPUT": output, "STEEP": steep}
+    return with_numbers(*zoo.make("mlp"), norms, **numbers).values
 
 
 def test_a_steep_tensor_is_worth_more_by_the_sixth_power_of_its_gradient_over_the_median_matrixs() -> None:
@@ -172,14 +175,14 @@ def test_two_tensors_far_steeper_than_all_others_outweigh_many_matrices() -> Non
 
 def test_vectors_count_less_where_the_loss_is_steep_in_a_matrix_but_the_outputs() -> None:
     model, inputs = zoo.make("vit")
-    analysis, by = graphopt.analyze(model, inputs), Weighting()
+    analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
     dims = {p.name: len(p.shape) for p in analysis.graph.parameters if ".layers.0." in p.name}
     matrix, other = [n for n in dims if dims[n] == 2][:2]
     bias, another = [n for n in dims if dims[n] == 1][:2]
     even = {p.name: 1.0 for p in analysis.graph.parameters}
     head_alone, at_the_input = {"classifier.weight": 7.0, bias: 7.0}, {matrix: 7.0}
-    for steep, vector in (({}, by.vector), (head_alone, by.vector), (at_the_input, by.vector_of_steep)):
+    for steep, vector in (({}, VECTOR), (head_alone, VECTOR), (at_the_input, VECTOR_OF_STEEP)):
         values = capacity(analysis.graph, analysis.flops, norms={**even, **steep}).values
         assert values[another] / values[other] == pytest.approx(vector, rel=1e-3), steep
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from graphopt import ImportanceError
 from graphopt.calls import as_call
 from graphopt.planner.gradient_norms import gradient_norms
+from graphopt.planner.importance import Importance, measure_importance
 from tests import zoo
 from tests.long_forms import long
 
@@ -48,7 +50,8 @@ class Careless(nn.Module):
         return torch.as_tensor(self.head(hidden).square().mean())
 
 
-def test_no_trace_is_left() -> None:
+@pytest.mark.parametrize("measure", [gradient_norms, measure_importance])
+def test_no_trace_is_left(measure: Callable[..., Any]) -> None:
     model, x, calls = Careless(), torch.randn(6, 4), []
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -61,13 +64,14 @@ def test_no_trace_is_left() -> None:
         return copy.deepcopy((tensors, draws, versions, model.calls, model.seen))
 
     before = everything()
-    norms = gradient_norms(model, (x,), {}, [n for n, _ in model.named_parameters()])
+    found = measure(model, (x,), {}, [n for n, _ in model.named_parameters()])
     tensors, (stream, *others), *rest = everything()
     assert all(map(torch.equal, tensors, before[0]))
     assert torch.equal(stream, before[1][0])
     assert others == list(before[1][1:])
     assert rest == list(before[2:])
     assert not calls
+    norms = found.values if isinstance(found, Importance) else found
     assert norms["unused.weight"] == 0.0 < norms["layer.weight"]
 
 

@@ -147,7 +147,7 @@ def test_a_suggestion_is_a_little_above_the_budget_and_worth_more(problem, flops
 
 def test_the_worth_of_a_model_is_found_without_a_step() -> None:
     model, inputs = zoo.make("mlp")
-    curve = worth(model, inputs)
+    curve = worth(graphopt.analyze(model, inputs).graph)
     assert curve[-1].value == pytest.approx(1.0)
     assert curve[-1].trained == len(list(model.parameters()))
     assert all(above.value >= below.value - 1e-9 for below, above in itertools.pairwise(curve))

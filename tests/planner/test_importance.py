@@ -8,6 +8,7 @@ from torch import nn
 import graphopt
 from graphopt import ImportanceError
 from graphopt.calls import as_call
+from graphopt.planner.gradient_norms import gradient_norms
 from graphopt.planner.importance import Importance, measure_importance, next_update
 from tests import zoo
 from tests.rules import MEASURED
@@ -37,7 +38,7 @@ def trained(name: str, optimizer_name: str, steps: int = 2):  # type: ignore[no-
 def test_update_is_what_the_optimizer_then_does(name: str, steps: int) -> None:
     model, inputs, optimizer = trained("mlp", name, steps)
     zoo.loss_of(zoo.call(model, inputs)).backward()
-    predicted = {n: next_update(optimizer, p, p.grad) for n, p in model.named_parameters()}
+    predicted = {n: next_update(optimizer, optimizer.param_groups[0], p, p.grad) for n, p in model.named_parameters()}
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     optimizer.step()
     for n, p in model.named_parameters():
@@ -157,3 +158,29 @@ def test_the_importance_of_several_is_the_same_in_every_order() -> None:
     sums = {importance.of([str(i) for i in torch.randperm(200).tolist()]) for _ in range(50)}
     assert len(sums) == 1
     assert importance.of(["0", "not measured"]) == values["0"]
+
+
+class Tiny16(nn.Module):
+    """Runs in float16; its first gradient is smaller than float16 can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16, enabled=x.dtype == torch.float32):
+            hidden = self.first(x)
+        return (self.second(hidden.to(x.dtype)) * 1e-7).square().sum() * 1e5
+
+
+def test_small_gradients_count_in_float16() -> None:
+    """Without a scale, every gradient of `first` is 0."""
+    x, model = torch.randn(4, 8), Tiny16()
+    names = [name for name, _ in model.named_parameters()]
+    exact = measure_importance(copy.deepcopy(model).double(), (x.double(),), {}, names).values
+    rated = measure_importance(model, (x,), {}, names).values
+    assert exact["first.weight"] > 0
+    assert rated == pytest.approx(exact, rel=0.05)
+    exact, rated = (gradient_norms(*of, {}, names) for of in ((copy.deepcopy(model).double(), (x.double(),)), (model, (x,))))
+    assert rated == pytest.approx(exact, rel=0.05)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import re
+from typing import Any
 
 import pytest
 import torch
 from graphopt.passes import RunLora
-from graphopt.passes.runlora.choose import Choice
-from graphopt.passes.runlora.orders import Order
-from graphopt.passes.runlora.within_memory import orders_within
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -18,6 +16,7 @@ import graphopt
 from graphopt import BudgetError
 from graphopt.capture import capture_to_run
 from graphopt.planner.memory_limit import MemoryLimit
+from tests.messages import warnings_of
 
 
 class Net(nn.Module):
@@ -47,8 +46,8 @@ def peak(opt: graphopt.OptimizedModule) -> int:
 
 
 def optimized(model: nn.Module, memory: int | None) -> graphopt.OptimizedModule:
-    budget = graphopt.Budget(memory=memory)
-    opt = graphopt.optimize(model, (BATCH,), budget, passes=[RunLora(criterion="flops")], backend="aot_eager")
+    passes = [RunLora(criterion="flops"), *([] if memory is None else ["recompute"])]
+    opt = graphopt.optimize(model, (BATCH,), graphopt.Budget(memory=memory), passes=passes, backend="aot_eager")
     opt(BATCH).backward()
     return opt
 
@@ -85,25 +84,6 @@ def test_a_model_that_fits_needs_no_pass() -> None:
         graphopt.optimize(nn.Sequential(nn.Linear(64, 8)), (BATCH,), graphopt.Budget(memory=100), backend="aot_eager")
 
 
-def test_the_cheapest_bytes_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers: one would compute 10 bytes again for 100 FLOPs, one 10 bytes for 1,000."""
-
-    def choose(price: float) -> dict[str, Choice]:
-        def choice(name: str, flops: int) -> Choice:
-            recomputes = price * 10 > flops
-            saved, cost = (0, 5000 + flops) if recomputes else (10, 5000)
-            return Choice(name, Order(merged_forward=recomputes), Order(), 5000, cost, 10, saved, None, None, None, "")
-
-        return {"cheap": choice("cheap", 100), "dear": choice("dear", 1000)}
-
-    limit = MemoryLimit(110, "aot_eager")
-    monkeypatch.setattr("graphopt.passes.runlora.within_memory._rewritten", lambda _, choices: choices)
-    monkeypatch.setattr(MemoryLimit, "peak_of", lambda _, choices, __: 100 + sum(c.saved_after for c in choices.values()))
-    graph = capture_to_run(nn.Linear(2, 2), (torch.randn(2, 2),), {}, None)
-    found = orders_within(limit, graph, 1, choose)
-    assert {name: c.saved_after for name, c in found.items()} == {"cheap": 0, "dear": 10}
-
-
 def test_a_peak_is_predicted_anew_for_another_graph() -> None:
     limit = MemoryLimit(0, "aot_eager", "sgd")
     model = nn.Linear(64, 8)
@@ -112,3 +92,26 @@ def test_a_peak_is_predicted_anew_for_another_graph() -> None:
     second = limit.peak_once(graphs[1], "same", lambda: graphs[1], 1)
     assert first < second
     assert limit.peak_once(graphs[1], "same", lambda: graphs[0], 1) == second
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+def test_a_limit_takes_every_optimizer_and_counts_adamws_memory_where_a_trial_fails() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    sgd, reads_values = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adafactor(model.parameters())
+    of_matrices = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+    for optimizer, counted, told in ((Wrapped(sgd), sgd, 0), (reads_values, "adamw", 1), (of_matrices, "adamw", 1)):
+        with warnings_of() as warned:
+            opt = graphopt.optimize(model, (BATCH,), graphopt.Budget(memory="1GiB"), backend="aot_eager", optimizer=optimizer)
+        assert opt.plan.memory is not None
+        assert opt.plan.memory.optimizer is counted or opt.plan.memory.optimizer == counted
+        assert [f"{type(optimizer).__name__} cannot be predicted" in text for text in warned] == [True] * told

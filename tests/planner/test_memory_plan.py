@@ -9,14 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from graphopt.passes import GreenTrainer, Lsp, Recompute
+from graphopt.passes.technique import Offers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import graphopt
-from graphopt import BudgetError, PassError
+from graphopt import Budget, BudgetError, PassError
+from graphopt.analysis.flops import flop_profile
+from graphopt.capture import capture
 from graphopt.planner.memory_limit import MemoryLimit
+from graphopt.planner.memory_problem import make_problem
 from graphopt.planner.memory_search import Attempt
 from graphopt.planner.peaks import Peaks
+from graphopt.planner.plan import Plan
+from tests.measure import planned_peak
 from tests.planner.tower import Tower
 
 
@@ -292,7 +298,7 @@ def test_a_larger_limit_trains_more_where_little_can_be_computed_again() -> None
 
     x = torch.randn(8, 3, 8, 8)
     options = {"loss": lambda y: y.square().mean(), "backend": "aot_eager"}
-    whole = graphopt.analyze(convolutions(), (x,), **options).memory.peak_bytes
+    whole = planned_peak(convolutions(), (x,))
     trained = []
     for part in (0.6, 0.7, 0.8, 0.9, 1.0):
         opt = graphopt.optimize(convolutions(), (x,), graphopt.Budget(memory=int(part * whole)), **options)
@@ -334,7 +340,7 @@ def test_nothing_is_computed_again_where_that_leaves_less_to_train() -> None:
     batch = torch.randn(8, 3, 32, 32), torch.randint(0, 2, (8, 32, 32))
     model = Skips()
     optimizer = torch.optim.AdamW(model.parameters())
-    limit = int(0.65 * graphopt.analyze(model, batch, optimizer=optimizer).memory.peak_bytes)
+    limit = int(0.61 * planned_peak(model, batch, optimizer))
     opt = graphopt.optimize(model, batch, graphopt.Budget(memory=limit), backend="aot_eager", optimizer=optimizer)
     opt(*batch).backward()
     assert peak(opt, 8) <= limit
@@ -349,7 +355,7 @@ def test_layers_that_keep_little_apart_are_computed_again_together() -> None:
     options = {"loss": lambda y: y.square().mean(), "backend": "aot_eager"}
     reference = copy.deepcopy(model)
     reference(x).square().mean().backward()
-    whole = graphopt.analyze(model, (x,), **options).memory.peak_bytes
+    whole = planned_peak(model, (x,))
     opt = graphopt.optimize(model, (x,), graphopt.Budget(memory=int(0.55 * whole)), **options)
     assert opt.plan.decisions["recompute"].merged > 1
     opt(x).square().mean().backward()
@@ -364,3 +370,24 @@ def test_layers_that_keep_little_apart_are_computed_again_together() -> None:
     least = int(re.findall(r"Smallest feasible with these passes: ([\d,]+)", str(error.value))[0].replace(",", ""))
     assert least < 0.5 * whole
     graphopt.optimize(model, (x,), graphopt.Budget(memory=least), ["recompute"], **options)
+
+
+def test_tied_weights_take_their_bytes_once() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50, bias=False))
+    model[1].weight = model[0].weight
+    ids = torch.randint(50, (4, 3))
+    graph = capture(model, (ids,))
+    plan = Plan(Budget(), (), memory=MemoryLimit(1, "aot_eager"))
+    problem = make_problem(plan, graph, flop_profile(graph), None, Offers())
+    assert len(graph.placeholders) > 2 + 1
+    assert problem.fixed_bytes == 4 * 50 * 8 + ids.nbytes
+
+
+def test_a_limit_that_is_too_small_names_no_batch_where_there_is_none() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    for dim, told in ((0, "with a batch of 6 .*Use a smaller batch"), (None, r"needs \(aot_eager.*Use a smaller input")):
+        with pytest.raises(BudgetError, match=told):
+            graphopt.optimize(
+                model, torch.randn(6, 8), Budget(memory=100), backend="aot_eager", batch_dim=dim,
+                loss=lambda output: output.square().mean(),
+            )  # fmt: skip

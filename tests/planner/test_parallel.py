@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt import BudgetError, InputError
-from graphopt.analysis.layouts import Layout, Method
 from graphopt.distributed.predicted import block_of
-from graphopt.planner.parallel import SEGMENT_SLACK, plan_devices, strategy_bytes
+from graphopt.planner.parallel import SEGMENT_SLACK, Layout, Method, plan_devices, strategy_bytes
 from tests import zoo
 
 
@@ -129,6 +128,9 @@ def test_plan_takes_a_model_and_states_what_it_assumed() -> None:
         ({"devices": 0}, InputError, "at least 1"),
         ({"devices": 1.5}, InputError, "whole number"),
         ({"devices": 4, "tensor_parallel": 3}, InputError, "does not divide"),
+        ({"devices": 4, "tensor_parallel": "2"}, InputError, "does not divide"),
+        ({"margin": "5%"}, InputError, r"\[0, 1\)"),
+        ({"accumulation": None}, InputError, "at least 1"),
         ({"device_memory": "16 apples"}, BudgetError, "24GiB"),
         ({"margin": 1.0}, InputError, r"\[0, 1\)"),
         ({"optimizer": "lion"}, InputError, "adamw"),

@@ -18,7 +18,7 @@ from graphopt.calls import as_call
 from graphopt.capture import capture
 from graphopt.planner.capacity import capacity
 from graphopt.planner.importance import Importance
-from graphopt.planner.rating import rate_tensors
+from graphopt.planner.rating import Rater
 from tests import zoo
 from tests.planner.test_capacity import rated
 
@@ -28,7 +28,7 @@ def rate(model: nn.Module, inputs: Any, optimizer: torch.optim.Optimizer | None 
     analysis = graphopt.analyze(model, inputs)
     assert isinstance(analysis.flops, FlopProfile)
     graph = capture(model, args, kwargs)
-    return rate_tensors(passes, model, args, kwargs, graph, analysis.flops, analysis.flops.order, optimizer)
+    return Rater(passes, model, args, kwargs, graph, optimizer).rate(analysis.flops, analysis.flops.order)
 
 
 def test_tensors_that_the_optimizer_does_not_hold_are_worth_nothing_and_the_others_what_they_were() -> None:

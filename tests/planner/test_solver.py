@@ -12,9 +12,8 @@ from dataclasses import replace
 import pytest
 
 from graphopt.planner.costs import BackwardCosts
-from graphopt.planner.milp import quiet
 from graphopt.planner.problem import Problem, TensorBytes, evaluate
-from graphopt.planner.solver import solve
+from graphopt.planner.solver import quiet, solve
 from tests.forked import ended
 
 

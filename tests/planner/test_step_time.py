@@ -126,3 +126,6 @@ def test_products_of_the_forecast_are_not_those_that_orders_are_chosen_by() -> N
     device = torch.device("cpu")
     assert machine_times(device, torch.float32) is not product_times(device, torch.float32)
     assert machine_times(device, torch.float32) is machine_times(device, torch.float32)
+    for dtype in (torch.int64, torch.float8_e4m3fn):  # no random matrices can be drawn
+        assert machine_times(device, dtype) is machine_times(device, torch.float32)
+    assert machine_times(device, torch.bfloat16) is not machine_times(device, torch.float32)

@@ -1,16 +1,22 @@
 import ast
 import json
+import math
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from graphopt.passes import Preserves
+from graphopt.passes.base import Changes
 from torch import Tensor, nn
 
 import graphopt
+from graphopt.capture import capture
 from graphopt.graph import TrainingGraph
-from graphopt.report.picture import block_name
+from graphopt.report.graph_dump import dump
+from graphopt.report.provenance import block_name
 from graphopt.report.python_text import broken, readable
 from tests import zoo
 
@@ -117,10 +123,31 @@ def test_models_of_several_graphs_and_names_of_operators(budget: float | None, t
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "bert", "llama"])
 def test_the_text_of_a_joint_graph_runs_and_computes_what_the_graph_does(name: str) -> None:
-    graph = zoo.captured(name)
+    assert_the_text_runs(zoo.captured(name))
+
+
+class Hides(nn.Module):
+    """A parameter with the name of a module that the text uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operator = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x * self.operator, (4,)).square().mean()
+
+
+def test_no_parameter_hides_what_the_text_uses() -> None:
+    graph = capture(Hides(), (torch.randn(3, 4),), {})
+    assert "operator.getitem" in readable(graph)
+    assert_the_text_runs(graph)
+
+
+def assert_the_text_runs(graph: TrainingGraph) -> None:
+    """It computes what the graph does."""
     values = [random_like(node.meta["val"], graph) for node in graph.placeholders]
     names: dict[str, Any] = {}
-    exec(compile(readable(graph, sources=True), name, "exec"), names)
+    exec(compile(readable(graph, sources=True), "step", "exec"), names)
     for constant, value in vars(graph.module).items():
         setattr(names["step"], constant, value)
     for constant, value in graph.module.named_buffers():
@@ -170,6 +197,43 @@ def test_a_number_that_is_read_off_a_tensor_has_a_name(kind: str, tmp_path: Path
     values = [random_like(node.meta["val"], graph) for node in graph.placeholders]
     with torch.no_grad():
         namespace["step"](*values)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A pass that finds nothing, with a name that no file can have."""
+
+    name: str = "mine/cut"
+    preserves: Preserves = Preserves.EXACT
+    serves: tuple[str, ...] = ()
+
+    def applicable(self, graph: TrainingGraph) -> list[Any]:
+        return []
+
+    def apply(self, graph: TrainingGraph, decisions: Any) -> Changes:
+        return Changes(())
+
+
+class Formula(nn.Module):
+    """A layer with a name that matplotlib took for mathematics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"$\\bad$": nn.Linear(8, 8)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers["$\\bad$"](x).square().mean()
+
+
+def test_any_names_and_numbers_can_be_written(tmp_path: Path) -> None:
+    opt = graphopt.optimize(Formula(), (torch.randn(4, 8),), passes=[Nothing()], backend="aot_eager")
+    files = {path.name: path for path in dump(tmp_path, replace(opt.report, sections={"mine/cut": {"x": math.inf}}), None)}
+    assert {"1_mine_cut.py", "1_mine_cut.diff"} <= set(files)
+    assert files["blocks.svg"].stat().st_size
+    (page,) = re.findall(r'id="data">(.*?)</script>', files["report.html"].read_text("utf-8"), re.DOTALL)
+    report = json.loads(files["report.json"].read_text("utf-8"), parse_constant=pytest.fail)
+    assert report["sections"] == {"mine/cut": {"x": None}}
+    assert json.loads(page, parse_constant=pytest.fail)["report"] == report
 
 
 def test_a_long_call_is_broken_at_its_own_arguments() -> None:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from graphopt.passes import Vcas
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
 from graphopt.compat import new_fake_mode
-from graphopt.errors import GraphoptError
+from graphopt.errors import BudgetError, GraphoptError, InputError
 from graphopt.report.html.model import model_page
 from graphopt.report.progress import stages_told
 from graphopt.report.units import in_bytes
@@ -175,6 +178,83 @@ def test_sums_of_a_thinned_timeline_are_those_of_the_profile(
     ]
     assert max(sums) == profile.peak_bytes
     assert set(sums) <= {row.live for row in profile.timeline}
+
+
+def test_sizes_on_the_slider_of_a_large_batch_go_on_beyond_it(optimised: tuple[graphopt.OptimizedModule, str]) -> None:
+    """It ended with the batch itself."""
+    from graphopt.report.html import memory
+
+    profile = step_memory(zoo.captured("mlp"), "aot_eager", "adamw")
+
+    def sizes(batch: int, capacity: int | None) -> list[int]:
+        found: list[int] = memory.memory_data(zoo.captured("mlp"), [("all", profile)], batch, capacity, "")["batches"]
+        return found
+
+    assert max(sizes(8192, None)) == 16 * 8192
+    limit = profile.at(5 * 8192).peak_bytes
+    assert max(sizes(8192, limit)) == max(sizes(1000, limit)) == 8 * 8192
+    for batch in (4, 1000, 8192):
+        for capacity in (None, limit, 2**50):
+            found = sizes(batch, capacity)
+            assert batch in found
+            assert len(found) <= memory.MOST_BATCHES + 1
+
+
+def test_the_page_counts_the_optimizer_that_the_plan_keeps_its_limit_with() -> None:
+    """It counted AdamW, and said that the plan does not fit."""
+    model, inputs = zoo.make("mlp", 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    most = graphopt.analyze(model, inputs, optimizer=optimizer, backend="aot_eager").memory.peak_bytes
+    report = graphopt.optimize(model, inputs, graphopt.Budget(memory=most), optimizer=optimizer, backend="aot_eager").report
+    figures = {figure["label"]: figure["value"] for figure in data_of(report.to_html())["figures"]}
+    assert report.plan is not None
+    assert figures["Peak memory"] == in_bytes(report.plan.remaining["memory"]["used"])
+    assert figures[f"Fits into {in_bytes(most)}"] == "yes"
+    figures = {figure["label"]: figure["value"] for figure in data_of(report.to_html(optimizer="adamw"))["figures"]}
+    assert figures[f"Fits into {in_bytes(most)}"] == "no"
+
+
+class Squared(nn.Module):
+    """Its rows can be sampled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+def test_all_figures_are_of_the_batch_of_the_report() -> None:
+    """Memory, blocks and techniques were of the example's, beside FLOPs of the last step's."""
+    batch = torch.randn(2, 16, 8)
+    opt = graphopt.optimize(Squared(), tuple(batch), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
+    for rows in (16, 5):
+        opt(*batch[:, :rows]).backward()
+    report = opt.report
+    data = data_of(report.to_html())
+    assert report.batch_size == data["memory"]["batch"] == 5
+    assert data["techniques"][-1]["flops"] == [report.full_step_flops, report.step_flops]
+    assert sum(block["forward"] + block["after"] for block in data["blocks"]) == report.step_flops
+    whole = step_memory(opt.graph, "aot_eager", "adamw").at(5).peak_bytes
+    assert any(figure["note"].endswith(f"full training {in_bytes(whole)}") for figure in data["figures"])
+
+
+def test_arguments_are_checked_before_the_work(
+    optimised: tuple[graphopt.OptimizedModule, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A typo in an optimizer's name stood on the page, others were noticed after minutes."""
+    monkeypatch.setattr("graphopt.report.summary.page", lambda *_: pytest.fail("the work has begun"))
+    report, file = optimised[0].report, tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(InputError, match="unknown optimizer 'adamz'"):
+        report.to_html(optimizer="adamz")
+    with pytest.raises(BudgetError, match="24 Gig"):
+        report.to_html(device_memory="24 Gig")
+    with pytest.raises(InputError, match="cannot write"):
+        report.to_html(file / "page.html")
+    with pytest.raises(InputError, match="cannot write"):
+        optimised[0].dump(file)
 
 
 def test_a_notebook_shows_the_verdict_and_an_unpickled_report_says_what_it_cannot_draw(

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 import graphopt
 from graphopt.planner.pareto import Point
-from graphopt.report.memory import plot_timeline
+from graphopt.report.costs import plot_timeline
 from graphopt.report.pareto import plot_points
 from graphopt.report.units import in_bytes
 from tests import zoo
@@ -41,6 +41,13 @@ def test_the_timeline_names_its_peak_and_the_device(drawn: list[Figure], tmp_pat
     assert begins[-1] == pytest.approx(0.9)  # the optimizer
     box = axes.get_legend().get_window_extent()
     assert box.x0 >= axes.get_window_extent().x1  # beside the data
+
+
+def test_titles_are_no_mathematics(tmp_path: Path) -> None:
+    model, inputs = zoo.make("mlp", 4)
+    plot_timeline(graphopt.analyze(model, inputs, backend="aot_eager").memory, tmp_path / "t.png", "a$x_{$b")
+    plot_points([Point(1.0, 2**30, 1.0, 6, 0, 0)], tmp_path / "p.png", "a$x_{$b")
+    assert {path.name for path in tmp_path.iterdir()} == {"t.png", "p.png"}
 
 
 def test_a_device_far_larger_than_the_peak_does_not_flatten_the_picture(drawn: list[Figure], tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_values_are_parts_of_everythings() -> None:
 @pytest.mark.parametrize(("name", "flops"), [("mlp", 0.4), ("mlp", 0.5), ("bert", 0.5)])
 def test_everything_includes_what_the_budget_cannot_reach(name: str, flops: float) -> None:
     model, inputs = zoo.make(name)
-    there = next(w for w in worth(model, inputs) if math.isclose(w.flops, flops))
+    there = next(w for w in worth(graphopt.analyze(model, inputs).graph) if math.isclose(w.flops, flops))
     assert summary_of(name, flops, "dead_rows", BY_CAPACITY).value == pytest.approx(there.value, rel=0.02)
 
 

@@ -8,9 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 from graphopt.passes import Lsp, Vcas
 
 import graphopt
+from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import SCHEMA, Report
 from graphopt.report.tensors import TensorRow
 from graphopt.report.text import WIDTH
@@ -42,6 +44,19 @@ def test_the_verdict_names_approximations_and_the_peak() -> None:
     assert re.search(r"; peak [\d.]+ KiB predicted; no approximation\.$", limited.verdict)
     measured = replace(limited, plan=replace(limited.plan, measured={**limited.plan.measured, "peak_bytes": 3 * 2**30}))
     assert "; peak 3.00 GiB measured;" in measured.verdict
+
+
+def test_the_measured_peak_is_that_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was that of the device that is current in CUDA, of models elsewhere as well."""
+    model, inputs = zoo.make("mlp", 4)
+    opt = graphopt.optimize(model, inputs, backend="aot_eager")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device=None: 1 + torch.device(device or "cuda:0").index)
+    assert opt.report.plan is not None
+    assert opt.report.plan.measured["peak_bytes"] is None
+    plan = summarise(opt.plan, (), {}, StepClock(), device=torch.device("cuda:1"))
+    assert plan.measured["peak_bytes"] == 2
 
 
 def test_a_model_that_is_trained_as_it_is_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

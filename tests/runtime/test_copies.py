@@ -62,6 +62,25 @@ def test_copies_train_what_is_selected_in_eager_mode_too(copied: Callable[[nn.Mo
     assert [name for name, p in other.named_parameters() if p.grad is not None] == ["b.weight"]
 
 
+def test_merges_of_an_unpickled_model_are_measured_after_its_first_step() -> None:
+    x = torch.randn(4, 4)
+    opt = graphopt.optimize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), (x,), 0.9, backend="aot_eager")
+    opt = pickle.loads(pickle.dumps(opt))
+    with pytest.raises(graphopt.GraphoptError, match="run a step first"):
+        opt.recheck_merges()
+    opt(x).sum().backward()
+    assert not opt.recheck_merges()
+
+
+def test_a_pickle_has_no_step() -> None:
+    """Its compiled code cannot be pickled where it came from torch's cache on disk."""
+    x = torch.randn(4, 8)
+    opt = graphopt.optimize(Layers(), (x,), budget=0.8, backend="aot_eager")
+    opt(x).backward()
+    for name in (b"RegionStep", b"GraphModule"):
+        assert name not in pickle.dumps(opt)
+
+
 def test_an_unpickled_model_knows_its_selection_and_goes_on_from_a_state(tmp_path: Path) -> None:
     x, file = torch.randn(4, 8), tmp_path / "state.safetensors"
     opt = graphopt.optimize(Layers(), (x,), budget=0.8, backend="aot_eager")

@@ -136,3 +136,17 @@ def test_what_is_no_state_of_the_model_is_refused_and_overwritten(monkeypatch: p
         off.load_state(file, optimizer)
     off.save_state(file, optimizer)
     off.load_state(file, optimizer)
+
+
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_plan_of_another_version_is_not_written_over(version: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    opt, _, _ = begun(monkeypatch, off=False)
+    with monkeypatch.context() as patch:
+        patch.setattr("graphopt.runtime.state_file.VERSION", version)
+        opt.save_state(file)
+    written = file.read_bytes()
+    off, _, optimizer = begun(monkeypatch, off=True)
+    with pytest.raises(graphopt.InputError, match=f"version '{version}'.* would be lost here: give another path"):
+        off.save_state(file, optimizer)
+    assert file.read_bytes() == written

@@ -332,6 +332,16 @@ def test_a_selection_that_is_frozen_as_a_whole_is_an_error() -> None:
         opt(*inputs)
 
 
+def test_of_two_plans_for_a_model_the_one_that_ran_last_drops_gradients() -> None:
+    model, inputs, first = mlp(budget=0.6)
+    second = graphopt.optimize(model, inputs, backend="aot_eager")
+    first.drop_unselected()
+    for opt, complete in ((first, False), (second, True), (first, False)):
+        model.zero_grad()
+        opt(*inputs).backward()
+        assert all(p.grad is not None for p in model.parameters()) is complete
+
+
 def test_out_of_memory_while_compiling_falls_back_and_while_running_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Backend:
         raising: str = ""

@@ -13,13 +13,14 @@ import graphopt
 from graphopt.analysis.flops import flop_profile
 from graphopt.planner.memory_limit import MemoryLimit
 from tests import zoo
+from tests.measure import planned_peak
 from tests.messages import warnings_of
 
 
 def limited(batch: int, room: float = 1.05) -> tuple[graphopt.OptimizedModule, int]:
     """A model within a little more than what a step of `batch` needs."""
     model, inputs = zoo.make("mlp", batch)
-    memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * room)
+    memory = int(planned_peak(model, inputs) * room)
     return graphopt.optimize(model, inputs, budget=graphopt.Budget(memory=memory), backend="aot_eager"), memory
 
 
@@ -38,9 +39,22 @@ def test_of_a_larger_batch_that_needs_more_the_user_is_told_once() -> None:
             step(opt, 8)
     (note,) = opt.report.notes
     assert f"where memory={memory:,}" in note
-    needed = graphopt.analyze(*zoo.make("mlp", 512), backend="aot_eager").memory.peak_bytes
+    needed = planned_peak(*zoo.make("mlp", 512))
     assert f"(512, 5), (512,) needs {needed:,} bytes" in note
     assert warned == [note]
+
+
+def test_sizes_between_known_ones_are_not_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream of lengths has many shapes."""
+    opt, _ = limited(8, room=1.5)
+    step(opt, 9)
+    step(opt, 512)
+    assert len(opt.report.notes) == 1
+    monkeypatch.setattr(MemoryLimit, "peak_once", None)
+    with warnings_of() as warned:
+        for batch in (7, 9, 513, 1024):
+            step(opt, batch)
+    assert not warned
 
 
 def test_a_flop_counter_sees_the_step_alone() -> None:
@@ -82,7 +96,7 @@ class Deep(nn.Sequential):
 @pytest.mark.parametrize("batch", [8, 9])
 def test_tensors_that_were_unfrozen_are_told_of_and_planned_within_the_limit(batch: int) -> None:
     model, x = Deep(), torch.randn(8, 128)
-    memory = int(graphopt.analyze(model, (x,), backend="aot_eager").memory.peak_bytes * 1.3)
+    memory = int(planned_peak(model, (x,)) * 1.3)
     opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=memory), backend="aot_eager")
     opt(torch.randn(batch, 128)).backward()
     assert not opt.report.notes
@@ -100,7 +114,7 @@ def test_tensors_that_were_unfrozen_are_told_of_and_planned_within_the_limit(bat
 
 def test_tensors_that_the_limit_had_left_out_are_planned_anew_too() -> None:
     model, x = Deep(), torch.randn(8, 128)
-    memory = int(graphopt.analyze(model, (x,), backend="aot_eager").memory.peak_bytes * 1.3)
+    memory = int(planned_peak(model, (x,)) * 1.3)
     model[3].requires_grad_(True)
     model[4].requires_grad_(True)
     opt = graphopt.optimize(model, (x,), budget=graphopt.Budget(memory=memory), backend="aot_eager")
@@ -116,14 +130,29 @@ def test_tensors_that_the_limit_had_left_out_are_planned_anew_too() -> None:
     assert opt.report.plan.predicted["peak_bytes"] <= memory
 
 
+class Sequences(nn.Module):
+    """Each row of a sample is mixed with all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        hidden = torch.tanh(self.below(x))
+        return self.above(torch.softmax(hidden @ hidden.transpose(1, 2), -1) @ hidden).square().mean()
+
+
 def test_longer_inputs_are_larger_too() -> None:
-    model, inputs = zoo.make("bert", 4)
-    memory = int(graphopt.analyze(model, inputs, backend="aot_eager").memory.peak_bytes * 1.05)
-    opt = graphopt.optimize(model, inputs, budget=graphopt.Budget(memory=memory), backend="aot_eager")
-    longer = {k: torch.cat([v] * 4, dim=1) if v.dim() == 2 else v for k, v in inputs.items()}
-    opt(**longer).loss.backward()
+    model, x = Sequences(), torch.randn(4, 12, 8)
+    opt = graphopt.optimize(
+        model, (x,), budget=graphopt.Budget(memory=int(planned_peak(model, (x,)) * 1.05)), backend="aot_eager"
+    )
+    opt(x).backward()
+    assert not opt.report.notes
+    opt(torch.randn(4, 48, 8)).backward()
     (note,) = opt.report.notes
-    assert "(4, 48)" in note
+    assert "(4, 48, 8)" in note
 
 
 def test_training_goes_on_where_it_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:

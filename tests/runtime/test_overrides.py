@@ -83,6 +83,33 @@ def test_what_the_model_overrides_runs() -> None:
     assert {"made_when_asked_for", "called", "first"} <= set(dir(opt))
 
 
+def test_parts_that_are_named_like_attributes_of_ours_are_found_by_name() -> None:
+    class Graphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph, self.states = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+            self.register_buffer("plan", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.graph(x) * self.states + self.plan).square().mean()
+
+    model = Graphs()
+    opt = graphopt.optimize(model, (torch.randn(3, 4),), backend="aot_eager")
+    assert opt.get_submodule("graph") is model.graph
+    assert opt.get_submodule("") is opt
+    assert opt.get_parameter("states") is model.states
+    assert opt.get_parameter("graph.weight") is model.graph.weight
+    assert opt.get_buffer("plan") is model.plan
+    opt.states = nn.Parameter(torch.zeros(4))
+    assert opt.get_parameter("states") is model.states
+    assert not model.states.any()
+    with pytest.raises(AttributeError, match="opt.ranks cannot be set"):
+        opt.ranks = None
+    opt(torch.randn(3, 4)).backward()
+    opt.set_submodule("graph", nn.Identity())
+    assert isinstance(model.graph, nn.Identity)
+
+
 def test_what_the_model_does_not_override_is_its_own() -> None:
     model, opt = optimised()
     assert next(opt.modules()) is opt
@@ -119,3 +146,11 @@ def test_copies_run_their_own_models(copied: Callable[[Any], Any]) -> None:
     assert other.to(torch.float64) is other
     assert (model.called, other.called) == ([], ["to", "_apply"])
     assert [p.dtype for p in other.parameters()] == [torch.float64] * 2
+
+
+def test_the_loss_function_of_a_model_is_its_own() -> None:
+    """Models of transformers have one, which can be set."""
+    model = Overriding()
+    opt = graphopt.optimize(model, (torch.randn(2, 4),), backend="aot_eager")
+    opt.loss_function = nn.functional.mse_loss
+    assert model.loss_function is opt.loss_function is nn.functional.mse_loss

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +41,7 @@ def test_a_change_of_selection_clears_stale_gradients_and_is_not_traced() -> Non
     compilations = opt.counters.compilations
     first = opt.selected
     other = "bert.pooler.dense.weight" if "bert.pooler.dense.weight" not in first else "bert.pooler.dense.bias"
-    opt._install(replace(opt._plan, train=frozenset({other})), opt.graph, opt.flops)
+    opt._install(replace(opt.plan, train=frozenset({other})), opt.graph, opt.flops)
     assert all(p.grad is None for n, p in model.named_parameters() if n != other)
     dict(model.named_parameters())[other].grad = torch.ones_like(dict(model.named_parameters())[other])
     outcome = opt.reselect(inputs, tolerance=0.0)
@@ -51,6 +53,25 @@ def test_a_change_of_selection_clears_stale_gradients_and_is_not_traced() -> Non
     assert opt.counters.compilations == compilations  # the earlier plan is still compiled
 
 
+def test_gradients_from_before_the_first_step_move_nothing_that_is_not_selected() -> None:
+    """Zeros are enough: AdamW goes on by its momentum."""
+    model, x = Layers(2), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    opt = graphopt.optimize(model, (x,), budget=0.7, backend="aot_eager")
+    assert all(p.grad is not None for p in model.parameters())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for _ in range(2):
+        opt(x).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == opt.selected
+    assert moved < set(before)
+
+
 def test_a_tiny_gain_keeps_the_selection() -> None:
     _, inputs, opt = optimized("bert", budget=0.5)
     before = opt.selected
@@ -58,6 +79,10 @@ def test_a_tiny_gain_keeps_the_selection() -> None:
     assert not outcome.changed
     assert outcome.gain == pytest.approx(0, abs=1e-6)
     assert opt.selected == before
+    wrong: tuple[Any, ...] = (math.nan, -0.1, "x")
+    for tolerance in wrong:
+        with pytest.raises(graphopt.InputError, match="must be a fraction of at least 0"):
+            opt.reselect(inputs, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("replaced", [True, False])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import http
 import json
 import os
 import random
 import resource
 import signal
 import time
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.torch import save_file
 
 from graphopt import CheckpointError, InputError
-from graphopt.runtime.state_file import FORMAT, VERSION, digest_of, read_state, write_state
+from graphopt.runtime.state_file import FORMAT, VERSION, digest_of, holds, read_state, write_state
 from tests.forked import ended
 from tests.runtime.comparing import same
 
@@ -86,6 +88,13 @@ def test_what_a_file_cannot_hold_is_named_and_nothing_is_written(entry: Any, wha
     with pytest.raises(InputError, match=rf"state\.3\.entry.* {what}"):
         write_state(path, {"state": {3: {"entry": entry}}})
     assert os.listdir(path.parent) == []
+
+
+def test_what_a_file_would_give_back_as_something_else_it_does_not_hold() -> None:
+    plain = [None, True, 1, 2.5, "a", (torch.ones(2), [{"b": torch.zeros(1, dtype=torch.bool)}]), {3: ()}]
+    assert holds(plain)
+    for other in ({1, 2}, slice(0, 2), torch.float32, torch.device("cpu"), http.HTTPStatus.OK, OrderedDict(a=1)):
+        assert not holds([*plain, {"mode": other}])
 
 
 def test_a_link_stays_a_link_and_the_users_mask_decides_who_reads(path: Path) -> None:

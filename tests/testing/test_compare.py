@@ -20,11 +20,12 @@ def test_missing_and_superfluous_tensors() -> None:
     one = torch.ones(2)
     assert "a is missing" in compare_gradients({"a": None}, {"a": one}, ["a"], 1.0).difference
     assert "a is missing" in compare_gradients({"a": one}, {"a": None}, ["a"], 1.0).difference
+    assert "a is missing" in compare_gradients({}, {"a": one}, ["a"], 1.0).difference
     assert "although none is computed for it" in compare_gradients({"a": one}, {"a": one}, [], 1.0).difference
     assert "b is there in eager mode or here" in compare_values({}, {"b": one}, 1.0).difference
     assert "b is there in eager mode or here" in compare_values({"b": one}, {}, 1.0).difference
     assert "shape [3]" in compare_values({"b": torch.ones(3)}, {"b": one}, 1.0).difference
-    assert "is [3], eager's [2]" in compare_gradients({"b": torch.ones(3)}, {"b": one}, ["b"], 1.0).difference
+    assert "of b has shape [3], eager's has [2]" in compare_gradients({"b": torch.ones(3)}, {"b": one}, ["b"], 1.0).difference
 
 
 def test_what_is_not_finite_must_be_so_on_both_sides() -> None:

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import GreenTrainer
+from graphopt.passes.base import Preserves
 from torch import Tensor, nn
 
-from graphopt import PassError
+from graphopt import InputError, PassError
 from graphopt.graph import TrainingGraph
-from graphopt.testing import check_pass
+from graphopt.testing import check_pass, check_passes
+from tests import zoo
+from tests.frontend.test_values import Scaled
 
 aten = torch.ops.aten
 
@@ -51,3 +54,34 @@ def test_complex_models_stay_complex() -> None:
     assert model.weight.dtype == torch.complex64
     with pytest.raises(PassError, match="the gradient of weight differs from eager's"):
         check_pass(Conjugated(), model, (x,), {"weight"})
+
+
+def test_a_mean_over_one_draw_says_nothing() -> None:
+    """Its standard error is not a number, within which everything was."""
+    with pytest.raises(InputError, match="draws=1"):
+        check_passes([(GreenTrainer(), {"weight"})], Complex(), (torch.randn(4, 6, dtype=torch.complex64),), draws=1)
+
+
+def test_a_pass_that_supplies_what_it_adds_is_checked_with_that() -> None:
+    model, inputs = zoo.make("mlp", 4)
+    own = Scaled()
+    check_pass(own, model, inputs, {"first.weight"})
+    assert own.sums.keys() == {"sum of first.weight", "noise"}
+    own.factor = 3.0
+    with pytest.raises(PassError, match=r"scaled: the gradient of first\.weight differs"):
+        check_pass(own, model, inputs, {"first.weight"})
+
+
+def test_a_pass_that_does_not_say_what_it_adds_is_refused() -> None:
+    class Nameless:
+        name, preserves, serves = "nameless", Preserves.EXACT, ()
+        applicable, apply = Scaled.applicable, Scaled.apply
+
+    model, inputs = zoo.make("mlp", 4)
+    with pytest.raises(PassError, match="no pass says what the added input or result 'factor' is"):
+        check_pass(Nameless(), model, inputs, {"first.weight"})
+
+
+def test_inductor_is_refused() -> None:
+    with pytest.raises(InputError, match="checked operator by operator"):
+        check_pass(GreenTrainer(), nn.Linear(2, 2), (torch.ones(2, 2),), backend="inductor")

@@ -6,69 +6,55 @@ import datetime
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from graphopt.analysis.flops import FlopProfile
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.step_memory import step_memory
-from graphopt.budget import parse_bytes
 from graphopt.errors import GraphoptError, first_line
 from graphopt.graph import TrainingGraph
 from graphopt.planner.capacity import capacity
 from graphopt.planner.pareto import Point
-from graphopt.planner.plan import Plan
 from graphopt.report.html.memory import memory_data
 from graphopt.report.html.page import filled
 from graphopt.report.html.plans import solved_plans
 from graphopt.report.html.structure import structure
 from graphopt.report.html.techniques import techniques
+from graphopt.report.source import Source
 from graphopt.report.units import in_bytes, in_flops, in_percent, in_seconds
 from graphopt.runtime.stages import stage
 
 VERSION = importlib.metadata.version("graphopt")
 
 
-@dataclass(frozen=True)
-class Source:
-    """What a page is made from, beside the report.
+def page(
+    source: Source,
+    report: Mapping[str, Any],
+    optimizer: Any,
+    device: int | None = None,
+    front: Sequence[Point] = (),
+    title: str = "Training step",
+) -> str:
+    """The page of a report.
 
-    Attributes:
-        graph: that the plan was made on.
-        flops: of full training, at the captured batch size.
-        backend: whose memory is predicted: "inductor" or "aot_eager".
+    Args:
+        report: its plain values; see `Report.to_dict`.
         optimizer: whose states count; see `graphopt.analyze`.
-        device_memory: bytes of the device, or None.
+        device: bytes of the device, or None.
         front: plans over FLOPs, memory and value; see `graphopt.pareto`.
-        title: of the page.
     """
-
-    graph: TrainingGraph
-    plan: Plan
-    flops: FlopProfile
-    backend: str
-    optimizer: Any = "adamw"
-    device_memory: int | str | None = None
-    front: Sequence[Point] = ()
-    title: str = "Training step"
-
-
-def page(source: Source, report: Mapping[str, Any]) -> str:
-    """The page of a report's plain values; see `Report.to_dict`."""
     plan, graph = source.plan, source.graph
     rows = report["tensors"]
     names = [row["name"] for row in rows]
     position = {name: k for k, name in enumerate(names)}
     values = plan.importance.values if plan.importance is not None else capacity(graph, source.flops).values
     told = {row["name"]: row["why"] for row in rows}
-    passes, rewritten = techniques(plan, graph, told)
-    found, lines = structure(graph, rewritten, names)
-    profiles, trouble = _profiles(source, rewritten)
+    found, lines = structure(graph, source.rewritten, names)
+    profiles, trouble = _profiles(source, optimizer)
     solved = solved_plans(plan, graph, source.flops, values, report["flops_ratio"])
     plans = [{**p, "trained": [position[name] for name in p["trained"]]} for p in solved]
-    device = None if source.device_memory is None else parse_bytes(source.device_memory)
     asked = plan.budget.stated().get("memory")
     limit = device if device is not None or asked is None else int(asked)
     memory = {"reason": trouble} if not profiles else memory_data(graph, profiles, graph.batch_size, limit, _one_batch(graph))
@@ -80,8 +66,8 @@ def page(source: Source, report: Mapping[str, Any]) -> str:
         "plans": plans,
         "trained_from": [min((p["flops"] for p in plans if k in p["trained"]), default=None) for k in range(len(names))],
         "trainable": len(source.flops.order),
-        "pareto": [asdict(point) for point in source.front],
-        "techniques": passes,
+        "pareto": [asdict(point) for point in front],
+        "techniques": techniques(source.stages, told),
         "not_needed": list(plan.not_needed.items()),
         "assumptions": _assumptions(profiles),
         "environment": _environment(report),
@@ -89,17 +75,17 @@ def page(source: Source, report: Mapping[str, Any]) -> str:
         "made": f"Made by graphopt {VERSION} on {datetime.date.today():%Y-%m-%d}. This page loads nothing.",
     }
     verdict = report["verdict"] or _of_model(report, profiles, device)
-    return filled(source.title, verdict, {**data, "report": {**report, "verdict": verdict}})
+    return filled(title, verdict, {**data, "report": {**report, "verdict": verdict}})
 
 
-def _profiles(source: Source, rewritten: TrainingGraph) -> tuple[list[tuple[str, MemoryProfile]], str]:
+def _profiles(source: Source, optimizer: Any) -> tuple[list[tuple[str, MemoryProfile]], str]:
     """Memory of full training and, where the passes change anything, of the plan; or why it cannot be predicted."""
     graphs = [("full training", source.graph)]
     if source.plan.passes:
-        graphs.append(("this plan", rewritten))
+        graphs.append(("this plan", source.rewritten))
     try:
         with stage("memory"):
-            return [(label, step_memory(graph, source.backend, source.optimizer)) for label, graph in graphs], ""
+            return [(label, step_memory(graph, source.backend, optimizer)) for label, graph in graphs], ""
     except GraphoptError as error:
         return [], f"The memory of a step cannot be predicted: {first_line(error)}"
 
@@ -152,14 +138,9 @@ def _figures(
         note = "" if predicted is None else f"measured; forward and backward predicted {in_seconds(predicted)}"
         found.append({"label": "Time of a step", "value": in_seconds(plan["measured"]["seconds"]), "note": note})
     inexact = report["approximations"][bool(report["cut"]) :]
-    found.append(
-        {"label": "Gradients", "value": "approximated" if inexact else "exact", "note": "; ".join(inexact) or _of(report)}
-    )
+    note = "; ".join(inexact) or ("of the tensors that are trained" if report["cut"] else "")
+    found.append({"label": "Gradients", "value": "approximated" if inexact else "exact", "note": note})
     return found
-
-
-def _of(report: Mapping[str, Any]) -> str:
-    return "of the tensors that are trained" if report["cut"] else ""
 
 
 def _assumptions(profiles: Sequence[tuple[str, MemoryProfile]]) -> list[str]:

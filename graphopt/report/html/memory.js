@@ -1,6 +1,6 @@
 // Memory over the step: live bytes by category, from the same storages that the prediction adds up, at several batch sizes.
 
-const CATEGORIES = ["parameter", "buffer", "input", "optimizer state", "gradient", "saved activation", "temporary"];
+const CATEGORIES = DATA.memory.categories; // of which the first is drawn at the bottom
 const colourOf = (category) => `var(--${category.replace(" ", "-")})`;
 const OPTIMIZER_WIDTH = 0.1; // of the chart: it has many operators, and little to see
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from graphopt.analysis.memory import PHASES, MemoryProfile
+from graphopt.analysis.memory import CATEGORIES, PHASES, MemoryProfile
 from graphopt.graph import TrainingGraph
 
-CATEGORIES = ("parameter", "buffer", "input", "optimizer state", "gradient", "saved activation", "temporary")
-"""In the order in which the page stacks them."""
-
 MOST_BATCHES = 12
-"""On the slider."""
+"""On the slider, beside the batch itself."""
+
+MOST_TIMES = 2**20
+"""The batch that is looked at, where memory does not grow with it."""
 
 MOST_ROWS = 1000
 """Of the timeline per phase: more than a screen has columns."""
@@ -31,22 +31,23 @@ def memory_data(
         reason: why there is one batch size alone, if there is.
     """
     symbolic = all(profile.symbolic for _, profile in profiles)
-    batches = list(_batches(graph, profiles[-1][1], batch, capacity)) if symbolic else [batch]
+    batches = _batches(graph, profiles[-1][1], batch, capacity) if symbolic else [batch]
     texts: dict[str, int] = {}
     drawn = [{"label": label, **_profile(profile, batches, texts)} for label, profile in profiles]
-    return {"batch": batch, "batches": batches, "capacity": capacity, "reason": reason, "texts": list(texts), "profiles": drawn}
+    told = {"batch": batch, "batches": batches, "capacity": capacity, "reason": reason, "categories": CATEGORIES}
+    return {**told, "texts": list(texts), "profiles": drawn}
 
 
-def _batches(graph: TrainingGraph, profile: MemoryProfile, batch: int, capacity: int | None) -> Iterator[int]:
-    """Powers of 2 and the batch itself: up to what no longer fits, or 16 times the batch."""
+def _batches(graph: TrainingGraph, profile: MemoryProfile, batch: int, capacity: int | None) -> list[int]:
+    """The batch itself and powers of 2, at equal distances: up to what no longer fits, or 16 times the batch."""
     found, size = {batch}, 1
-    while len(found) < MOST_BATCHES and (size <= batch or (capacity is None and size <= 16 * batch) or capacity is not None):
+    while size <= (16 if capacity is None else MOST_TIMES) * batch:
         if graph.accepts(size):
             found.add(size)
         if capacity is not None and size > batch and profile.at(size).peak_bytes > capacity:
             break
         size *= 2
-    return iter(sorted(found))
+    return sorted({batch, *sorted(found)[:: -math.ceil(len(found) / MOST_BATCHES)]})
 
 
 def _profile(profile: MemoryProfile, batches: Sequence[int], texts: dict[str, int]) -> dict[str, Any]:

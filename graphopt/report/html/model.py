@@ -9,15 +9,15 @@ from typing import Any
 from torch import nn
 
 from graphopt.analysis.flops import flop_profile
-from graphopt.budget import Budget
+from graphopt.budget import Budget, parse_bytes
 from graphopt.calls import as_call
 from graphopt.frontend.planning_graph import analysed
 from graphopt.planner.capacity import capacity
 from graphopt.planner.make_plan import make_plan
-from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.pareto import Point, trade_offs
 from graphopt.planner.plan import resolve_passes
-from graphopt.report.html.details import Source, page
+from graphopt.report.html.details import page
+from graphopt.report.source import Source
 from graphopt.report.summary import make_report
 from graphopt.runtime.captures import Captures
 from graphopt.runtime.stages import stage
@@ -37,7 +37,8 @@ def model_page(
 
     Args:
         model, inputs: see `graphopt.analyze`; a model in training mode.
-        title, backend, optimizer, device_memory: see `Source`.
+        backend: whose memory is predicted: "inductor" or "aot_eager".
+        title, optimizer, device_memory: see `page`.
         front: look for the best plans over FLOPs and memory, too, which takes minutes.
     Raises:
         InputError, CaptureError, TorchVersionError: with cause and remedy.
@@ -50,9 +51,9 @@ def model_page(
     plan = replace(plan, importance=capacity(graph, flops))
     points: Sequence[Point] = ()
     if front:
-        assert plan.importance is not None
         with stage("plan"):
-            points = trade_offs(graph, plan.importance, MemoryLimit(0, backend, optimizer))
-    source = Source(graph, plan, flops, backend, optimizer, device_memory, points, title)
+            points = trade_offs(graph, backend, optimizer)
     report = make_report(graph, flops, plan, Captures(model, 0, backend), None, 0.0, {})
-    return page(source, {**report.to_dict(), "verdict": ""})
+    values = {**report.to_dict(), "verdict": ""}
+    device = None if device_memory is None else parse_bytes(device_memory)
+    return page(Source(graph, plan, flops, backend), values, optimizer, device, points, title)

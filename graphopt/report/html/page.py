@@ -8,6 +8,8 @@ from importlib import resources
 from string import Template
 from typing import Any
 
+from graphopt.report.files import plain
+
 SCRIPTS = ("base", "blocks", "memory", "plans", "tensors", "techniques", "main")
 """In the order in which they run."""
 
@@ -23,10 +25,11 @@ def filled(title: str, verdict: str, data: dict[str, Any]) -> str:
     def part(name: str) -> str:
         return folder.joinpath(name).read_text(encoding="utf-8")
 
+    text = json.dumps(plain(data), separators=(",", ":"), ensure_ascii=False)
     return Template(part("page.html")).substitute(
         title=html.escape(title),
         verdict=html.escape(verdict),
         style=part("page.css"),
-        data=json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\u0021--"),
+        data=text.replace("</", "<\\/").replace("<!--", "<\\u0021--"),
         script="\n".join(part(f"{name}.js") for name in SCRIPTS),
     )

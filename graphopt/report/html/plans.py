@@ -17,7 +17,7 @@ STEP = 0.02
 """Distance of the budgets."""
 
 RESOLUTION = 20_000
-"""Steps of the knapsack's budget; `optimize` takes more, for one budget."""
+"""Of the knapsack, which is solved for each of them."""
 
 
 def solved_plans(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
-from graphopt.analysis.liveness import module_path
-from graphopt.graph import TrainingGraph, ancestors
-from graphopt.report.picture import block_name, blocks
-from graphopt.report.provenance import SourceLine, source_line
-
-Counts = Mapping[tuple[str, SourceLine], tuple[int, int]]
+from graphopt.graph import TrainingGraph
+from graphopt.report.picture import blocks
+from graphopt.report.provenance import SourceLine, block_name, lines_of_code
 
 
 def structure(before: TrainingGraph, after: TrainingGraph, names: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -30,7 +26,7 @@ def structure(before: TrainingGraph, after: TrainingGraph, names: list[str]) -> 
     lines_of: dict[str, list[tuple[int, int, int, int]]] = defaultdict(list)
     for (block, line), (forward, backward) in captured.items():
         number = numbers.setdefault(line, len(numbers))
-        lines_of[block].append((number, forward, backward, rewritten.get((block, line), (0, 0))[1]))
+        lines_of[block].append((number, forward, backward, rewritten[block, line][1]))
     found = [
         {
             "name": block.name,
@@ -47,12 +43,9 @@ def structure(before: TrainingGraph, after: TrainingGraph, names: list[str]) -> 
     return found, [{"file": line.short_file, "number": line.number, "code": line.code} for line in numbers]
 
 
-def _counted(graph: TrainingGraph) -> Counts:
+def _counted(graph: TrainingGraph) -> dict[tuple[str, SourceLine], list[int]]:
     """By block and line, how many operators of the forward and of the backward come from it."""
-    forward = ancestors(graph.forward_results())
     counts: dict[tuple[str, SourceLine], list[int]] = defaultdict(lambda: [0, 0])
-    for node in graph.graph.nodes:
-        line = source_line(node) if node.op == "call_function" else None
-        if line is not None:
-            counts[block_name(module_path(node) + ".weight"), line][node not in forward] += 1
-    return {key: (f, b) for key, (f, b) in counts.items()}
+    for block, line, _, is_forward in lines_of_code(graph):
+        counts[block, line][not is_forward] += 1
+    return counts

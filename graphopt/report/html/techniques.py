@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from graphopt.graph import TrainingGraph
 from graphopt.passes import PassReport
-from graphopt.planner.plan import Plan
-from graphopt.report.graph_dump import unified_diff
-from graphopt.report.python_text import readable
+from graphopt.report.source import Stage
 
 MOST_CHARACTERS = 60_000
 """Of a diff on the page; a dump has all of it."""
 
 
-def techniques(plan: Plan, graph: TrainingGraph, reasons: Mapping[str, str]) -> tuple[list[dict[str, Any]], TrainingGraph]:
-    """One entry per pass, in the order in which they run, and the graph that they leave.
+def techniques(stages: Iterable[Stage], reasons: Mapping[str, str]) -> list[dict[str, Any]]:
+    """One entry per pass.
 
     Args:
         reasons: by name, why a site was changed, where more is known than that.
     """
-    found, before = [], readable(graph)
-    for rewrite in plan.passes:
-        graph, (report,) = replace(plan, passes=(rewrite,)).rewrite(graph)
-        after = readable(graph)
-        found.append({**_told(report, reasons), **_shortened(unified_diff(before, after, rewrite.name))})
-        before = after
-    return found, graph
+    return [{**_told(stage.report, reasons), **_shortened(stage.diff)} for stage in stages]
 
 
 def _told(report: PassReport, reasons: Mapping[str, str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from graphopt.passes import DeadRows, in_order
 from torch import Tensor, nn
 
 import graphopt
-from graphopt import Budget, PassError
+from graphopt import Budget, InputError, PassError
 from graphopt.capture import capture
 from graphopt.testing import PassCheck, check_pass, check_passes
 from tests.long_forms import long
@@ -23,16 +23,17 @@ CLASSES = 20
 
 
 class LanguageModel(nn.Module):
-    """Blocks and a head; returns the loss of the next token, and the logits if asked."""
+    """Blocks, on a layer if asked, and a head; returns the loss of the next token, and the logits if asked."""
 
-    def __init__(self, logits: bool = False, blocks: int = 1, **options: Any) -> None:
+    def __init__(self, logits: bool = False, blocks: int = 1, below: bool = False, **options: Any) -> None:
         super().__init__()
+        self.below = nn.Linear(WIDTH, WIDTH) if below else nn.Identity()
         self.blocks = stack(blocks, causal=True)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
         self.logits, self.options = logits, options
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
-        logits = self.head(self.norm(self.blocks(x)))
+        logits = self.head(self.norm(self.blocks(self.below(x))))
         ignored = self.options.get("ignore_index", IGNORED)
         following = nn.functional.pad(labels, (0, 1), value=ignored)[:, 1:]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.reshape(-1), **self.options)
@@ -47,10 +48,10 @@ def prompts(samples: int = 3, rows: int = 8, labelled: int = 3, ignored: int = I
     return torch.randn(samples, rows, WIDTH), labels
 
 
-def checked(model: nn.Module, batch: tuple[Tensor, ...], labelled: float = 0.5) -> PassCheck:
-    """The pass held to its contract in both precisions, where it finds a loss."""
-    rewrite = DeadRows(labelled)
-    return check_pass(rewrite, model, batch, lambda graph: [site.name for site in rewrite.applicable(graph)])[-1]
+def checked(model: nn.Module, batch: tuple[Tensor, ...], labelled: float = 0.5, both: bool = False) -> PassCheck:
+    """The pass held to its contract where it finds a loss, in float64; if `both`, in float32 for this batch size as well."""
+    rewrite, dtypes = DeadRows(labelled), (torch.float64, torch.float32) if both else (torch.float64,)
+    return check_pass(rewrite, model, batch, lambda graph: [s.name for s in rewrite.applicable(graph)], dtypes=dtypes)[-1]
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -64,10 +65,10 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("samples", "options"),
     [
-        (3, {"blocks": 2}),
+        (3, {"below": True}),
         *((3, {"blocks": 0, **options}) for options in OPTIONS),
-        (1, {}),
-        *long(*((1, options) for options in OPTIONS)),
+        (1, {"blocks": 0}),
+        *long((3, {"blocks": 2}), (1, {}), *((1, options) for options in OPTIONS)),
     ],
     ids=str,
 )
@@ -78,7 +79,8 @@ def test_a_loss_that_ignores_labels(samples: int, options: dict[str, Any]) -> No
             self.options |= {"weight": given.to(x.dtype)} if given is not None else {}
             return super().forward(x, labels)
 
-    report = checked(Weighted(**options), prompts(samples, ignored=options.get("ignore_index", IGNORED))).report
+    batch = prompts(samples, ignored=options.get("ignore_index", IGNORED))
+    report = checked(Weighted(**options), batch, both=options.keys() <= {"blocks", "below"}).report
     assert report.changes.changed == ("the loss",)
     assert report.step_flops_after < 0.93 * report.step_flops_before
 
@@ -112,9 +114,9 @@ def test_several_losses(labelled: int, losses: int) -> None:
 
 
 def test_no_place_is_left_for_a_label_in_the_wrong_batch() -> None:
-    with pytest.raises(RuntimeError, match="a sample has more than 4 rows whose label counts"):
+    with pytest.raises(InputError, match="a sample has more than 4 rows whose label counts: use DeadRows with a larger labelled"):
         checked(LanguageModel(blocks=0), prompts(labelled=7))
-    with pytest.raises(PassError, match="labelled=0 is no part of the rows"):
+    with pytest.raises(PassError, match="labelled=0 must be a number above 0 and at most 1"):
         DeadRows(0)
 
 
@@ -242,7 +244,9 @@ def test_where_more_may_not_be_computed_than_planned_nothing_is_left_out() -> No
 def test_beside_others(others: tuple[str, ...]) -> None:
     passes = [(DeadRows(0.5), None), *(PASSES[name] for name in others)]
     places = {id(rewrite): i for i, rewrite in enumerate(in_order([rewrite for rewrite, _ in passes]))}
-    checks = check_passes(sorted(passes, key=lambda pair: places[id(pair[0])]), LanguageModel(), prompts(), draws=100)
+    passes.sort(key=lambda pair: places[id(pair[0])])
+    dtypes = (torch.float64,) if "vcas" in others else (torch.float64, torch.float32)
+    checks = check_passes(passes, LanguageModel(), prompts(), dtypes=dtypes, draws=100)
     assert all(report.changes.changed for report in checks[-1].reports)
 
 

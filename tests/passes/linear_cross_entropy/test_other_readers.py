@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import graphopt
 from graphopt.capture import capture
 from graphopt.ops.by_tokens import Program
-from tests.passes.linear_cross_entropy.test_technique import LanguageModel, batch
+from tests.passes.linear_cross_entropy.test_technique import LanguageModel, batch, checked
 
 READ: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean": lambda logits, labels, teacher: logits.mean(),
@@ -40,6 +40,22 @@ class Auxiliary(LanguageModel):
         hidden, labels = torch.tanh(self.layer(self.embed(ids))).flatten(0, 1), labels.flatten()
         logits = self.head(hidden)
         return F.cross_entropy(logits, labels) + self.read(logits, labels, self.teacher(hidden).detach())
+
+
+class Twice(LanguageModel):
+    """Predicts two tokens by one head, the second from half of the batch."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embed(ids)))
+        first = F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+        return first + F.cross_entropy(self.head(hidden.sin())[:, ::2].flatten(0, 1), labels[:, ::2].flatten())
+
+
+def test_losses_of_one_weight_are_divided_each_by_its_own_tokens() -> None:
+    check = checked(Twice(), batch())
+    assert check.report.changes.changed == ("head.weight", "head.weight #2")
+    opt = graphopt.optimize(Twice(), batch(), passes=[LinearCrossEntropy(3)], backend="aot_eager")
+    assert dict(opt.plan.passes[0].decide(opt.plan, opt.graph, opt.graph)[0]) == {"head.weight": 10, "head.weight #2": 5}
 
 
 class Divided(LanguageModel):

@@ -265,7 +265,7 @@ def test_what_cannot_be_divided_is_left_alone_with_a_reason() -> None:
     assert whole in opt.report.left_alone["head.weight"]
     with pytest.raises(PassError, match="no such head"):
         run_pass(LinearCrossEntropy(), capture(LanguageModel(), batch(), symbolic=False), ["layer.weight"])
-    with pytest.raises(PassError, match="chunks=0 must be at least 1"):
+    with pytest.raises(PassError, match="chunks=0 must be a whole number of at least 1"):
         LinearCrossEntropy(0)
 
 

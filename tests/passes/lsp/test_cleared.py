@@ -46,6 +46,22 @@ def test_the_models_own_zero_grad_clears_them(options: dict[str, Any], set_to_no
         torch.testing.assert_close(gradient, 2 * variable.grad)
 
 
+def test_another_optimizer_that_steps_more_often_clears_none() -> None:
+    model, x = Stack(), torch.randn(32, 64)
+    opt = graphopt.optimize(model, (x,), passes=[Lsp(subspace=16, nonzeros=4)], backend="aot_eager")
+    own = opt.make_optimizer(torch.optim.AdamW, [model.a.weight, model.b.weight], lr=0.0)
+    other = torch.optim.AdamW([model.a.bias, model.b.bias], lr=0.0)
+    variable = opt.states["lsp"].weights["a.weight"].variable
+    opt(x).backward()
+    once = variable.grad.clone()
+    for _ in range(2):
+        other.step()
+        other.zero_grad()
+        opt(x).backward()
+    torch.testing.assert_close(variable.grad, 3 * once)
+    own.step()
+
+
 @pytest.mark.parametrize("schedule", ["sequential", "layerwise"])
 def test_the_first_gradient_of_every_weight_takes_the_place_of_its_random_projectors(schedule: str) -> None:
     model, x = Stack(), torch.randn(32, 64)

@@ -199,10 +199,10 @@ def test_groups_may_differ_in_rate_and_decay() -> None:
     assert all(torch.equal(v, before[k]) == k.endswith("weight") for k, v in model.state_dict().items())
 
 
-@pytest.mark.parametrize("batches", [1, 3])
-def test_a_checkpoint_goes_on_as_if_nothing_had_happened(batches: int) -> None:
+@pytest.mark.parametrize(("batches", "nonzeros"), [(1, 2), (3, 2), (3, 5)])
+def test_a_checkpoint_goes_on_as_if_nothing_had_happened(batches: int, nonzeros: int) -> None:
     """With three batches, it is made in the middle of a check."""
-    options = {"check_every": 4, "batches": batches, "threshold": 0.3, "iterations": 3}
+    options = {"nonzeros": nonzeros, "check_every": 4, "batches": batches, "threshold": 0.3, "iterations": 3}
     model, opt, optimizer = made(lsp=options)
     train(opt, optimizer, data(8)[:5])
     assert (opt.states["lsp"].weights["first.weight"].gathered is not None) == (batches == 3)
@@ -281,6 +281,27 @@ def test_the_host_update_is_torchs() -> None:
         reference.step()
         direction, moments = adam_direction(variable.grad, moments, (0.8, 0.95), 1e-6)
         torch.testing.assert_close(before - direction, variable.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_hooks_on_its_state_are_called() -> None:
+    _, opt, optimizer = made()
+    train(opt, optimizer, data(2))
+    called: list[Any] = []
+
+    def without_mark(loaded: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        called.append((loaded, state["mark"]))
+        return {name: value for name, value in state.items() if name != "mark"}
+
+    optimizer.register_state_dict_pre_hook(lambda saved: called.append((saved, "before")))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "mark": "set"})
+    optimizer.register_load_state_dict_pre_hook(without_mark)
+    optimizer.register_load_state_dict_post_hook(lambda loaded: called.append((loaded, "after")))
+    state = optimizer.state_dict()
+    assert {"param_groups", "lsp", "moments", "mark"} <= set(state)
+    optimizer.load_state_dict(state)
+    assert [what for _, what in called] == ["before", "set", "after"]
+    assert all(which is optimizer for which, _ in called)
+    assert state["mark"] == "set"
 
 
 def test_it_is_a_torch_optimizer() -> None:

@@ -43,7 +43,7 @@ class Linear:
 
 def choose(monkeypatch: Any, shape: LayerShape, times: Any = None, criterion: str = "flops") -> Choice:
     layer = replace(SITES.layers[0], shape=shape)
-    monkeypatch.setattr(contraction, "find_lora_sites", lambda _: LoraSites((layer,)))
+    monkeypatch.setattr(contraction, "lora_sites", lambda _: LoraSites((layer,)))
     (choice,) = choose_orders(GRAPH, 1, RunLora(criterion=criterion), {}, lambda *_: times).values()
     return choice
 

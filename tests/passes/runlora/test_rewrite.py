@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,7 +126,8 @@ def test_not_saving_xa_saves_exactly_its_bytes() -> None:
     graph = joint(adapted(Net()), batch())
     rewritten, report = run_pass(RunLora(MERGED), graph, [layer.name for layer in find_lora_sites(graph).layers])
     assert report.saved_bytes_before - report.saved_bytes_after == 3 * 4 * 7 * 2 * 4  # three layers, 28 rows, rank 2, float32
-    assert saved_bytes(rewritten, 64) == saved_bytes(graph, 64) - 3 * 64 * 7 * 2 * 4
+    after, before = (saved_bytes(replace(of, batch_size=64)) for of in (rewritten, graph))
+    assert after == before - 3 * 64 * 7 * 2 * 4
 
 
 def test_a_shape_of_the_papers_largest_model_keeps_168_mib_less_per_layer() -> None:
@@ -344,7 +346,6 @@ def test_another_batch_size_picks_anew_without_a_trace() -> None:
     assert opt.report.captures == 1
     assert all("forward1" in order for order in orders[2])
     assert all("forward2" in order for order in orders[50])
-    assert opt.report.sections["runlora"]["adapters"][0]["crossover_rows"] == pytest.approx(6 * 8 / 14)
 
 
 def test_with_a_cut_and_with_checkpointing() -> None:
@@ -407,10 +408,10 @@ def test_adapters_of_one_input_share_a_product(order: Any) -> None:
 
 def test_orders_have_the_papers_names() -> None:
     assert RunLora("forward2 + backward5").fixed_order == MERGED
-    for wrong in ("forward3+backward1", "forward1", "forward1+backward9"):
+    for wrong in ("forward3+backward1", "forward1", "forward1+backward9", 5):
         with pytest.raises(PassError, match="forward1 or forward2"):
-            RunLora(wrong)
-    with pytest.raises(PassError, match="'time' or 'flops'"):
+            RunLora(wrong)  # type: ignore[arg-type]
+    with pytest.raises(PassError, match="criterion='speed' is unknown. Use one of time, flops"):
         RunLora(criterion="speed")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from graphopt.passes import RunLora, run_pass
@@ -63,6 +65,24 @@ class Repeated(nn.Module):
         for _ in range(4):
             x = torch.tanh(x @ self.weight + x @ self.down @ self.up)
         return x.square().mean()
+
+
+@pytest.mark.parametrize("turned", [lambda w: w.transpose(0, 1), lambda w: w.mT, lambda w: w.permute(1, 0)])
+def test_weights_are_found_however_the_model_transposes_them(turned: Callable[[Tensor], Tensor]) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(32, 6), requires_grad=False)
+            self.down, self.up = nn.Parameter(torch.randn(2, 6)), nn.Parameter(torch.randn(32, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ turned(self.weight) + 2 * (x @ turned(self.down) @ turned(self.up))).square().sum()
+
+    model, x = Turned(), torch.randn(64, 6)
+    (layer,) = find_lora_sites(capture(model, (x,), {})).layers
+    assert (layer.name, layer.unmergeable) == ("weight", "")
+    for order in ("forward2+backward5", "forward1+backward3"):
+        check_pass(RunLora(order), model, (x,), ["weight"])
 
 
 def test_a_layer_that_is_used_several_times_is_reordered_each_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,6 +92,17 @@ def test_a_calibration_runs_on_as_many_batches_as_it_is_told() -> None:
     assert controller.counts.calibrating >= 2 * (3 + 3)
 
 
+def test_a_checkpoint_leaves_out_a_batch_that_it_cannot_hold_and_the_calibration_waits_for_another(tmp_path: Path) -> None:
+    _, controller, opt = trained(0.5, 3)
+    assert controller is not None
+    controller._recent[-1] = controller._recent[-1][0], {"mode": torch.float32}
+    opt.save_state(tmp_path / "state")
+    opt.load_state(tmp_path / "state")
+    fourth, fifth = batches(5)[3:]
+    assert controller.after_step(fourth) is None
+    assert controller.after_step(fifth) is not None
+
+
 def test_until_the_first_calibration_training_is_exact() -> None:
     exact, _, _ = trained(None, 4)
     ours, controller, _ = trained(0.2, 4)
@@ -155,6 +167,25 @@ def test_ratios_of_another_batch_size_are_carried_out_too() -> None:
         assert opt.last_step.sampled_part < 1
 
 
+def test_sets_of_ratios_that_are_compiled_are_known_at_every_length() -> None:
+    """Buckets of two lengths: nothing is forgotten, and so compiled again, where a calibration meets the other one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1))
+    data = [(torch.randn(16, 4 if i // 4 % 2 else 7, 6),) for i in range(40)]
+    opt = graphopt.optimize(
+        model, data[0], budget=graphopt.Budget(variance=4.0), passes=[Vcas(every=4, alpha=0.1, beta=0.7)], backend="aot_eager"
+    )
+    assert opt.controller is not None
+    met: set[Any] = set()
+    for batch in data:
+        opt(*batch).square().mean().backward()
+        if opt.controller.after_step(batch) is not None:
+            assert met <= set(opt.controller._known)
+            met = set(opt.controller._known)
+            assert all(cost < 1 for ratios, cost in opt.controller._known.items() if ratios)
+    assert len(met) > 3
+
+
 def test_savings_pay_for_calibrations() -> None:
     _, controller, _ = trained(0.2, 8)
     assert controller is not None
@@ -206,10 +237,29 @@ def test_a_sparse_gradient_is_measured() -> None:
     for batch in data:
         opt(*batch).backward()
         adaptation = opt.controller.after_step(batch)
-    assert not opt.not_separable
+    assert not opt.plan.not_separable
     assert adaptation is not None
     assert adaptation.preserved < 1
     assert opt.report.notes == []
+
+
+def test_small_gradients_are_measured_in_float16() -> None:
+    """Without a scale all of them are 0, and there is nothing to compare with."""
+    torch.manual_seed(0)
+    model, data = zoo.MLP(width=16), batches(4)
+    opt = graphopt.optimize(
+        model,
+        data[0],
+        budget=graphopt.Budget(variance=0.5),
+        passes=[Vcas(every=2)],
+        backend="aot_eager",
+        loss=lambda loss: loss.float() * 1e-9,
+    )
+    for batch in data:
+        with torch.autocast("cpu", torch.float16):
+            opt(*batch).backward()
+            opt.controller.after_step(batch)  # type: ignore[union-attr]
+    assert all(adaptation.compared for adaptation in opt.controller.history)  # type: ignore[union-attr]
 
 
 def test_batches_of_equal_gradients_leave_the_ratios_and_what_was_measured_with_a_note() -> None:

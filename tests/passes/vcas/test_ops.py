@@ -10,7 +10,6 @@ import numpy
 import pytest
 import torch
 from graphopt.passes.vcas.ops import (
-    bernoulli_rows,
     capped_probabilities,
     filled_probabilities,
     row_scales,
@@ -129,35 +128,13 @@ def test_systematic_draws_of_rows_with_a_period_have_the_stated_variance() -> No
     assert sum(s * s for s in sums) / len(sums) <= 1.1 * stated
 
 
-def test_bernoulli_draws_are_unbiased_over_all_masks_the_empty_one_included() -> None:
+def test_the_variance_that_is_stated_is_that_of_independent_draws() -> None:
     x = torch.tensor([3.0, 0.5, 1.0, 2.0, 0.1, 4.0], dtype=torch.float64)
-    p = capped_probabilities(x, 2)
-    expected, variance, total = torch.zeros_like(x), 0.0, 0.0
-    for mask in itertools.product((0, 1), repeat=6):
-        kept = torch.tensor(mask, dtype=torch.bool)
-        probability = float(torch.where(kept, p, 1 - p).prod())
-        uniforms = torch.cat([torch.where(kept, p / 2, (1 + p) / 2), torch.linspace(0, 0.9, 6).double()])
-        rows, scale, stated = bernoulli_rows(x, uniforms, 2, 6)
-        estimate = torch.zeros_like(x).index_copy(0, rows, scale * x[rows])
-        expected += probability * estimate
-        variance += probability * float((estimate - x).square().sum())
-        total += probability
-        assert (estimate != 0).sum() == kept.sum()
-    assert total == pytest.approx(1.0)
-    torch.testing.assert_close(expected, x)
-    assert variance == pytest.approx(float(stated))
-
-
-def test_bernoulli_draws_stay_unbiased_where_the_places_do_not_suffice() -> None:
-    x = torch.tensor([3.0, 0.5, 1.0, 2.0, 0.7, 1.0], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    draws = []
-    for _ in range(4000):
-        rows, scale, _ = bernoulli_rows(x, torch.rand(12, generator=generator, dtype=torch.float64), 3, 3)
-        assert rows.unique().numel() == 3
-        draws.append(torch.zeros_like(x).index_copy(0, rows, scale * x[rows]))
-    mean, error = torch.stack(draws).mean(0), torch.stack(draws).std(0) / math.sqrt(len(draws))
-    assert ((mean - x).abs() < 5 * error).all()
+    p, variance = capped_probabilities(x, 2), 0.0
+    for mask in itertools.product((False, True), repeat=6):
+        kept = torch.tensor(mask)
+        variance += float(torch.where(kept, p, 1 - p).prod() * (torch.where(kept, x / p, 0.0) - x).square().sum())
+    assert variance == pytest.approx(float(systematic_rows(x, torch.tensor([0.3, ORDER]), 2)[2]))
 
 
 @given(WEIGHTS, st.floats(0, 0.999), st.floats(0.1, 1.0))
@@ -194,5 +171,4 @@ def test_rows_that_weigh_nothing_fill_up_the_places() -> None:
 def test_the_operators_are_registered() -> None:
     weights, uniforms = torch.rand(9), torch.tensor([0.4, ORDER])
     torch.library.opcheck(torch.ops.graphopt.systematic_rows.default, (weights, uniforms, 4))
-    torch.library.opcheck(torch.ops.graphopt.bernoulli_rows.default, (weights, torch.rand(18), 4, 7))
     torch.library.opcheck(torch.ops.graphopt.row_scales.default, (weights, uniforms, torch.tensor(4)))

@@ -19,10 +19,6 @@ def test_bad_ratios_are_refused() -> None:
             Vcas(keep_tokens=wrong)  # type: ignore[arg-type]
     with pytest.raises(PassError, match="must not increase"):
         Vcas(keep_rows=(0.5, 0.7))
-    with pytest.raises(PassError, match="'systematic' or 'bernoulli'"):
-        Vcas(sampler="poisson")
-    with pytest.raises(PassError, match="leave sampler out"):
-        Vcas(sampler="bernoulli").check(graphopt.Budget(variance=0.1), ())
     with pytest.raises(PassError, match="every"):
         Vcas(every=0)
     with pytest.raises(PassError, match="alpha"):

@@ -1,24 +1,44 @@
-"""Memory profiles and plans for people: tables for the terminal, a plot of the timeline."""
+"""FLOPs, memory and plans for people: tables for the terminal, a plot of the timeline."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from graphopt.analysis.allocator import cuda_memory
+from graphopt.analysis.flops import FlopProfile, TensorFlops
 from graphopt.analysis.memory import CATEGORIES, MemoryProfile
 from graphopt.planner.parallel import MemoryPlan
+from graphopt.report.tables import table
 from graphopt.report.units import BYTE_UNITS, in_bytes, unit_of
 
 OPTIMIZER_WIDTH = 0.1
 """Of the plotted timeline: it has many operators, and little to see."""
 
-_COLOURS = ("#3b4f6b", "#8095b3", "#b9c6d8", "#c96a3b", "#7a9b57", "#d9a441", "#a9a9a9")
+_COLOURS = ("#3b4f6b", "#8095b3", "#b9c6d8", "#7a9b57", "#c96a3b", "#d9a441", "#a9a9a9")
+
+
+def show_flops(flops: FlopProfile, shown: Sequence[TensorFlops], console: Console, title: str) -> None:
+    """Print FLOPs by tensor.
+
+    Args:
+        shown: those of its tensors that are listed.
+    """
+    rows = [
+        (r.name, "x".join(map(str, r.shape)), f"{r.weight_grad_flops / 1e9:,.3f}", f"{r.input_grad_flops / 1e9:,.3f}")
+        for r in shown
+    ]
+    console.print(table(("tensor", "shape", "own gradient (t_dw)", "passing it on (t_dy)"), rows, title=title))
+    if len(shown) < len(flops.tensors):
+        console.print(f"{len(flops.tensors) - len(shown)} more tensors; --top 0 lists all")
+    console.print(
+        f"forward {flops.forward / 1e9:,.3f}  backward {flops.backward / 1e9:,.3f}  step {flops.step / 1e9:,.3f} GFLOPs"
+    )
 
 
 def memory_dict(profile: MemoryProfile, top: int = 10) -> dict[str, Any]:
@@ -43,20 +63,11 @@ def show_memory(profile: MemoryProfile, console: Console, title: str, top: int =
         f"{title}: peak {in_bytes(profile.peak_bytes)} in the {profile.peak_phase} at {profile.rows[profile.peak_row].node}",
         highlight=False,
     )
-    table = Table(title="at the peak")
-    table.add_column("category")
-    table.add_column("bytes", justify="right")
-    table.add_column("share", justify="right")
-    for category, size in profile.breakdown.items():
-        table.add_row(category, in_bytes(size), f"{size / profile.peak_bytes:.1%}")
-    console.print(table)
-    table = Table(title=f"the {top} largest tensors there")
-    for column in ("tensor", "module", "shape", "bytes", "category", "why"):
-        table.add_column(column, justify="right" if column == "bytes" else "left", overflow="fold")
-    for live in profile.top(top):
-        shape = "x".join(map(str, live.shape))
-        table.add_row(live.name, live.module, shape, in_bytes(live.bytes), live.category, live.why)
-    console.print(table)
+    shares = [(name, in_bytes(size), f"{size / profile.peak_bytes:.1%}") for name, size in profile.breakdown.items()]
+    console.print(table(("category", "bytes", "share"), shares, title="at the peak"))
+    largest = [(t.name, t.module, "x".join(map(str, t.shape)), in_bytes(t.bytes), t.category, t.why) for t in profile.top(top)]
+    columns = ("tensor", "module", "shape", "bytes", "category", "why")
+    console.print(table(columns, largest, {*columns} - {"bytes"}, f"the {top} largest tensors there"))
     cuda = cuda_memory(profile)
     console.print(
         f"CUDA caching allocator: {in_bytes(cuda.allocated_bytes)} allocated, {in_bytes(cuda.reserved_bytes)} reserved, "
@@ -69,13 +80,9 @@ def show_memory(profile: MemoryProfile, console: Console, title: str, top: int =
 def show_plan(plan: MemoryPlan, console: Console) -> None:
     """Print what was chosen, from what, and on which assumptions."""
     console.print(f"plan: {plan.verdict}", highlight=False)
-    table = Table(title=f"per device of {in_bytes(plan.capacity_bytes)}, {plan.margin:.0%} kept free")
-    for column in ("strategy", "batch", "samples", "score", "peak", "why"):
-        table.add_column(column, justify="left" if column in ("strategy", "why") else "right", overflow="fold")
-    for row in plan.table:
-        numbers = (str(row.batch_size), str(row.samples), f"{row.score:g}", in_bytes(row.peak_bytes))
-        table.add_row(row.strategy, *numbers, row.why)
-    console.print(table)
+    rows = [(r.strategy, r.batch_size, r.samples, f"{r.score:g}", in_bytes(r.peak_bytes), r.why) for r in plan.table]
+    title = f"per device of {in_bytes(plan.capacity_bytes)}, {plan.margin:.0%} kept free"
+    console.print(table(("strategy", "batch", "samples", "score", "peak", "why"), rows, ("strategy", "why"), title))
     for assumption in plan.assumptions:
         console.print(f"  assumed: {assumption}", highlight=False)
 
@@ -107,7 +114,7 @@ def plot_timeline(profile: MemoryProfile, path: Path, title: str, capacity: int 
         axes.axhline(capacity / size, color="#b3423a", linestyle="--", linewidth=1.2)
         axes.text(1.0, capacity / size, f"device: {in_bytes(capacity)} ", ha="right", va="bottom", fontsize=9, color="#b3423a")
     axes.set(ylabel=f"{unit} alive", xlim=(0, 1), ylim=(0, 1.14 * highest / size), xticks=[])
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title, fontsize=11, parse_math=False)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, frameon=False)
     figure.tight_layout()
