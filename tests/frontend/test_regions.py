@@ -317,11 +317,15 @@ def test_a_new_weight_is_not_taken_for_one_that_lay_at_its_address() -> None:
         places = {id(layer.weight): (i + 1) % 3 for i, layer in enumerate(layers)}
         for layer in layers:
             layer.weight = None
-        made = [nn.Parameter(torch.randn(8, 8)) for _ in range(99)]
+        del layer
+        made = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+        while len(made) < 50_000 and not any(id(p) in places for p in made[-3:]):  # memory has many free places
+            made += [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
         weights = {places[id(p)]: p for p in made if id(p) in places}
+        others = iter([p for p in made if id(p) not in places] + [nn.Parameter(torch.randn(8, 8)) for _ in range(3)])
         reused += len(weights)
         for i, layer in enumerate(layers):
-            layer.weight = weights.get(i, made[i - 3])
+            layer.weight = weights[i] if i in weights else next(others)
     assert reused
 
 
