@@ -130,12 +130,13 @@ def optimize(
     chosen = for_ranks(chosen, ranks, passes == "auto", mesh is not None, model)
     sampled = any(p.preserves is Preserves.UNBIASED for p in chosen)
     captures = Captures(model, batch_dim, backend, sampled, ranks.rank, outputs == "loss", loss is None)
+    captures.long_to_eager = not (budget.stated() or fullgraph) and (passes == "auto" or not chosen)
     with training_mode(model), whole_graphs():
         start = time.perf_counter()
         try:
             require_ranks(model, ranks)
             trace = functools.partial(captures.graph, args, kwargs)
-            capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph)
+            capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph, captures.long_to_eager)
             graph, recording = ranks.together(capture, "capturing the model")
             require_same_graph(graph, ranks)
             if mesh is not None:

@@ -24,7 +24,7 @@ from torch.fx.graph import _BoxedCodeGen
 from graphopt.compat.counted_draws import count_repeated_draws
 from graphopt.compat.fakes import fake_mode_of, output_list, retrace
 from graphopt.compat.graph_modules import lazy_graph_modules
-from graphopt.compat.joint import open_recurrent_layers
+from graphopt.compat.recurrent import open_recurrent_layers
 from graphopt.errors import CaptureError
 
 Rewrite = Callable[[fx.GraphModule, int], fx.GraphModule]

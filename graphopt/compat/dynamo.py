@@ -21,6 +21,7 @@ from torch._dynamo.utils import calculate_time_spent, counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphopt.compat.joint import intermediates_that_require_grad, messages_given_once
+from graphopt.compat.recurrent import left_to_eager_mode
 
 COMPILATIONS = 64
 """Graphs that Dynamo compiles for one call before it leaves further ones to eager mode: plans count, too."""
@@ -86,11 +87,12 @@ class Settings:
     """Dynamo's settings while a model is compiled.
 
     Hooks that are added to a module later take effect, which Dynamo leaves unchecked by default. An integer attribute that
-    changes becomes an input of the graph. Recurrent layers are part of it. Neither DistributedDataParallel nor a message that is
-    given once divides graphs, which are rewritten as wholes.
+    changes becomes an input of the graph. Recurrent layers are part of it, unless `left_to_eager_mode`. Neither
+    DistributedDataParallel nor a message that is given once divides graphs, which are rewritten as wholes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, long_to_eager: bool) -> None:
+        self.long = long_to_eager
         self.wanted: dict[str, Any] = {
             "skip_nnmodule_hook_guards": False,
             "allow_unspec_int_on_nn_module": True,
@@ -114,6 +116,8 @@ class Settings:
         self.patched.append(contextlib.ExitStack())
         self.patched[-1].enter_context(intermediates_that_require_grad())
         self.patched[-1].enter_context(messages_given_once())
+        if "allow_rnn" in self.wanted:
+            self.patched[-1].enter_context(left_to_eager_mode(self.long))
         config = torch._dynamo.config
         self.before.append({name: getattr(config, name) for name in self.wanted})
         for name, value in self.wanted.items():

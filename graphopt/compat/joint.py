@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import logging
 import os
 import threading
 import warnings
@@ -36,12 +35,8 @@ from graphopt.compat.descriptions import (
 from graphopt.compat.effects import take_tokens_out
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.handed_out import results_handed_out
+from graphopt.compat.recurrent import open_recurrent_layers
 from graphopt.errors import CaptureError
-
-logger = logging.getLogger(__name__)
-
-MANY_STEPS = 100
-"""Steps of a recurrent layer, of all its layers and directions, from which on tracing and compiling them takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -267,54 +262,6 @@ def export_joint(stack: contextlib.ExitStack, module: nn.Module, args: Sequence[
         guards=() if shape_env is None else tuple(shape_env.replace(guard.expr) for guard in shape_env.guards),
         ranges={} if shape_env is None else dict(shape_env.var_to_range),
     )
-
-
-@functools.cache
-def warn_of_many_steps(steps: int) -> None:
-    """Warn, once for each number of them, before minutes pass in silence."""
-    logger.warning(
-        "a recurrent layer is compiled step by step, %d times its cell: that takes minutes, and steps can take longer than eager "
-        "mode's. layer.forward = types.MethodType(torch.compiler.disable(type(layer).forward), layer) leaves it to eager mode, "
-        "where all of it is trained",
-        steps,
-    )
-
-
-@contextlib.contextmanager
-def open_recurrent_layers() -> Iterator[None]:
-    """Have recurrent layers traced as their products, with the dropout between them.
-
-    Where the input of an LSTM on the CPU needs no gradient, torch would take oneDNN's layer instead, whose backward then lacks
-    its workspace. And torch's own decomposition leaves out the dropout between layers (it asks `num_layers < i - 1`).
-    """
-    from torch._decomp import decompositions
-
-    chosen, stacked = decompositions.select_one_layer_lstm_function, decompositions._rnn_helper
-
-    def layer_by_layer(
-        input: Tensor, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
-        bidirectional: bool, batch_first: bool, layer_fn: Any,
-    ) -> tuple[Tensor, list[Any]]:  # fmt: skip
-        input = input.transpose(0, 1) if batch_first else input
-        directions = 2 if bidirectional else 1
-        if input.dim() == 3 and input.shape[0] * num_layers * directions >= MANY_STEPS:  # packed sequences have two
-            warn_of_many_steps(int(input.shape[0]) * num_layers * directions)
-        final: list[Any] = []
-        for i in range(num_layers):
-            own = slice(i * directions, (i + 1) * directions)
-            input, states = stacked(input, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn)
-            final.extend(states)
-            if dropout and train and i < num_layers - 1:
-                input = torch.dropout(input, dropout, True)
-        return (input.transpose(0, 1) if batch_first else input), final
-
-    decompositions.select_one_layer_lstm_function = lambda *_: decompositions.one_layer_lstm
-    decompositions._rnn_helper = layer_by_layer
-    try:
-        yield
-    finally:
-        decompositions.select_one_layer_lstm_function = chosen
-        decompositions._rnn_helper = stacked
 
 
 @contextlib.contextmanager

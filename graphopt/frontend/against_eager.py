@@ -61,6 +61,7 @@ def first_difference(opt: OptimizedModule, args: tuple[Any, ...], kwargs: Mappin
         plan = technique(rewrite).alone(plan)
     taken = _Taken(tuple(opt.states.values()))
     options: dict[str, Any] = {"parts": captures.several_graphs, "supplier": taken, "loss_alone": loss_alone}
+    options["long_to_eager"] = captures.long_to_eager
     running = Running(ours, captures.backend, Counters(), planned, told.append, lambda: None, captures.batch_dim, **options)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]

@@ -11,6 +11,7 @@ from torch import nn
 from graphopt import compat
 from graphopt.calls import BatchDim
 from graphopt.capture import capture
+from graphopt.compat.recurrent import left_to_eager_mode
 from graphopt.distributed.divided import require_plannable
 from graphopt.errors import (
     BatchError,
@@ -40,17 +41,19 @@ def planning_graph(
     kwargs: dict[str, Any],
     batch_dim: BatchDim,
     fullgraph: bool = False,
+    long_to_eager: bool = False,
 ) -> tuple[TrainingGraph, Recording | None]:
     """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what was recorded.
 
     Args:
         trace: gives the graph of a model that is one.
+        long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
     Raises:
         CaptureError: it is not one graph and has to be, or nothing in it can be planned.
     """
     require_plannable(model)
     try:
-        with stage("capture"), compat.failures_raised_alone():
+        with stage("capture"), compat.failures_raised_alone(), left_to_eager_mode(long_to_eager):
             return trace(), None
     except (BudgetError, PassError, ImportanceError, TorchVersionError):
         raise
@@ -60,7 +63,7 @@ def planning_graph(
         reason = first_line(error)
         try:
             with stage("capture"), compat.failures_raised_alone():
-                recording = record(model, args, kwargs, batch_dim, reason)
+                recording = record(model, args, kwargs, batch_dim, reason, long_to_eager)
         except Exception as second:
             try:
                 trained = trains(model, args, kwargs)

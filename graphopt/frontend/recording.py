@@ -45,19 +45,34 @@ class Recording:
     unplanned: tuple[str, ...]
 
 
-def record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, reason: str) -> Recording:
+def record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch_dim: BatchDim,
+    reason: str,
+    long_to_eager: bool = False,
+) -> Recording:
     """Run `model` once and join the joint graphs of its regions.
 
     Args:
         reason: why it is not one graph.
+        long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
     Raises:
         NothingToPlan: no part of it has a joint graph.
     """
     with TRACING:
-        return _record(model, args, kwargs, batch_dim, reason)
+        return _record(model, args, kwargs, batch_dim, reason, long_to_eager)
 
 
-def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, reason: str) -> Recording:
+def _record(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    batch_dim: BatchDim,
+    reason: str,
+    long_to_eager: bool,
+) -> Recording:
     inputs, _, samples = batch_of(args, kwargs, batch_dim)
     regions: list[RecordedRegion] = []
     twin: list[nn.Module] = []
@@ -91,7 +106,7 @@ def _record(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         _without_side_effects(model) as running,
         unchanged_draws(inputs),
         no_generation_cache(running),
-        Settings(running),
+        Settings(running, long_to_eager),
         statically(),
         torch.enable_grad(),
     ):

@@ -72,6 +72,7 @@ class Running:
         supplier: Supplier | None = None,
         loss_alone: bool = False,
         turn: Turn | None = None,
+        long_to_eager: bool = True,
     ) -> None:
         """Set up; nothing is compiled before the first call.
 
@@ -79,6 +80,7 @@ class Running:
             parts: the model is not one graph.
             supplier: of what passes have graphs take and return beside the model's own values.
             loss_alone: outputs beside the loss are not kept.
+            long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
             turn: whose lock the caller holds in every call; backwards that run a step again take it themselves.
         """
         self.model = model
@@ -109,7 +111,7 @@ class Running:
         self._calls = 0
         self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
-        self._settings = Settings(model)
+        self._settings = Settings(model, long_to_eager)
         self.settled = False
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None

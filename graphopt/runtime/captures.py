@@ -47,9 +47,11 @@ class Captures:
 
     Attributes:
         several_graphs: the model is not one graph.
+        long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
     """
 
     several_graphs = False
+    long_to_eager = False
 
     def __init__(
         self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0,
@@ -86,7 +88,7 @@ class Captures:
     def planned_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The graph of this call as planning takes it: of several graphs all as one, which takes a run of the model."""
         if self.several_graphs:
-            return record(self.model, args, kwargs, self.batch_dim, "it is not one graph").graph
+            return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager).graph
         if self._numbers != _numbers(self.model):
             self._graphs = BoundedCache(CAPTURE_LIMIT)
         return self.graph(args, kwargs)

@@ -156,6 +156,7 @@ class OptimizedModule(PlannedModule):
                 Supply(self.captures.uniforms, self.states),
                 self.captures.loss_alone,
                 self._turn,
+                self.captures.long_to_eager,
             )
         running: Running = self._running
         output, compiled = self._fallback.compiled_or_not(self, running, plan, args, kwargs)

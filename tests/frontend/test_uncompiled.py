@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import types
 import weakref
 
 import pytest
@@ -12,8 +11,6 @@ from graphopt.passes import GreenTrainer
 from torch import Tensor, nn
 
 import graphopt
-from graphopt.compat import joint
-from tests.messages import warnings_of
 
 
 class LossAndLogits(nn.Module):
@@ -113,62 +110,6 @@ def test_a_step_that_fails_lets_its_batch_go() -> None:
     del bad
     gc.collect()
     assert gone() is None
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.GRU(8, 16, batch_first=True), nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x)[0].sum(1)
-        torch._dynamo.graph_break()
-        return self.head(hidden).square().mean()
-
-
-def test_many_steps_of_a_recurrent_layer_are_told_of_and_can_be_left_to_eager_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "MANY_STEPS", 7)
-    joint.warn_of_many_steps.cache_clear()
-    torch.manual_seed(0)
-    model, other = Recurrent(), Recurrent()
-    x = torch.randn(4, 7, 8)
-    with warnings_of() as texts:
-        graphopt.optimize(model, (x[:, :6],), backend="aot_eager")
-        assert not texts
-        for _ in range(2):
-            graphopt.optimize(model, (x,), backend="aot_eager")
-    assert len(texts) == 1
-    assert "7 times its cell" in texts[0]
-    other.layer.forward = types.MethodType(torch.compiler.disable(type(other.layer).forward), other.layer)
-    joint.warn_of_many_steps.cache_clear()
-    with warnings_of() as texts:
-        opt = graphopt.optimize(other, (x,), backend="aot_eager", verify=True)
-        assert all(p.grad is None for p in other.parameters())
-        opt(x).backward()
-    assert not [text for text in texts if "step by step" in text]
-    ours = {n: p.grad.clone() for n, p in other.named_parameters() if p.grad is not None}
-    other.zero_grad()
-    other(x).backward()
-    for name, parameter in other.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad)
-
-
-@pytest.mark.parametrize("compiled_first", [True, False])
-def test_torch_compile_of_a_recurrent_model_keeps_no_other_of_its_class_from_being_planned(compiled_first: bool) -> None:
-    def compile_another() -> None:
-        torch.compile(Recurrent(), backend="aot_eager")(x).backward()
-
-    torch._dynamo.reset()
-    x = torch.randn(4, 6, 8)
-    if compiled_first:
-        compile_another()
-    opt = graphopt.optimize(Recurrent(), (x,), budget=0.7, backend="aot_eager")
-    if not compiled_first:
-        compile_another()
-    opt(x).backward()
-    assert opt.last_step is not None
-    assert opt.report.flops_ratio <= 0.7
-    assert not opt.report.notes
 
 
 def test_inputs_that_disagree_train_where_nothing_of_the_model_can_be_planned() -> None:
