@@ -38,8 +38,7 @@ from graphopt.transforms.symbolic_zeros import NO_LOSS
 _models = itertools.count()
 
 FIRST_CALLS = 4
-"""Calls in which buffers and attributes are remembered, in case that the step has to run again; by then it is known what is
-differentiated."""
+"""Calls until it is known what is differentiated: a step may have to run again, so what it writes to is remembered."""
 
 PLANS = 16
 """Plans whose compiled graphs are kept."""
