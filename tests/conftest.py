@@ -28,6 +28,7 @@ from tests.shared_captures import shared_captures
 
 ABOUT_TRACING = {
     "tests.test_capture",
+    "tests.frontend.test_recurrent",
     "tests.integrations.test_dynamo",
     "tests.properties.test_random_models",
     "tests.runtime.test_python_state",

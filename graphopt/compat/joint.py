@@ -35,7 +35,7 @@ from graphopt.compat.descriptions import (
 from graphopt.compat.effects import take_tokens_out
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.handed_out import results_handed_out
-from graphopt.compat.recurrent import open_recurrent_layers
+from graphopt.compat.recurrent import REASON, open_recurrent_layers
 from graphopt.errors import CaptureError
 
 
@@ -215,6 +215,8 @@ def _explain_graph_break(error: Exception) -> str:
             "that line is a library's. If it only prepares something, run the model once before; otherwise set the model up so "
             "that it is not reached (where it serves gradient checkpointing, turn that off: Budget(memory=...) does the same)"
         )
+    if reason == REASON:
+        remedy = "leave it so, or pass a budget or fullgraph=True to have it compiled step by step"
     if "bind arguments" in reason:
         remedy = "call it with the arguments that forward() takes"
     if "backwards hooks" in reason:

@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 from torch import SymInt, Tensor
 from torch._decomp import decompositions
-from torch._dynamo import exc
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo import exc, symbolic_convert
 from torch.nn.modules import rnn
 
 logger = logging.getLogger(__name__)
@@ -23,6 +22,8 @@ LONG = 20
 
 MANY_STEPS = 100
 """Those that take minutes, and longer than in eager mode."""
+
+REASON = "a recurrent layer of many steps, or of a length that varies, is left to eager mode"
 
 _stacked = decompositions._rnn_helper
 
@@ -84,15 +85,16 @@ def left_to_eager_mode(long: bool) -> contextlib.AbstractContextManager[Any]:
         input: Tensor, hidden: Any, params: Any, has_biases: bool, num_layers: int, dropout: float, train: bool,
         bidirectional: bool, batch_first: bool, layer_fn: Any,
     ) -> tuple[Tensor, list[Any]]:  # fmt: skip
-        if input.dim() == 3:  # packed sequences have two
-            length, translator = input.shape[1 if batch_first else 0], InstructionTranslator.current_tx()
+        translator = getattr(symbolic_convert.tls, "current_tx", None)
+        if input.dim() == 3 and translator is not None:  # packed sequences have two
+            length = input.shape[1 if batch_first else 0]
             varies = isinstance(length, SymInt) and not translator.one_graph
             left = translator.output.root_tx.f_code.co_filename == rnn.__file__  # the graph of its caller ends before it
             if left or varies or (long and length * num_layers * (2 if bidirectional else 1) >= LONG):
                 exc.unimplemented(
-                    gb_type="recurrent layer",
+                    gb_type=REASON,
                     context=f"{length} steps",
-                    explanation="A recurrent layer of many steps, or of a length that varies, is left to eager mode.",
+                    explanation="Compiled, it would be its cell for each step.",
                     hints=[],
                 )
         return _stacked(input, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, layer_fn)

@@ -10,7 +10,7 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim
-from graphopt.capture import capture
+from graphopt.capture import TRACING, capture
 from graphopt.compat.recurrent import left_to_eager_mode
 from graphopt.distributed.divided import require_plannable
 from graphopt.errors import (
@@ -53,7 +53,7 @@ def planning_graph(
     """
     require_plannable(model)
     try:
-        with stage("capture"), compat.failures_raised_alone(), left_to_eager_mode(long_to_eager):
+        with stage("capture"), compat.failures_raised_alone(), TRACING, left_to_eager_mode(long_to_eager):
             return trace(), None
     except (BudgetError, PassError, ImportanceError, TorchVersionError):
         raise

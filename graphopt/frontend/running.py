@@ -279,9 +279,9 @@ class Running:
             self.drop_unselected()
             if self._broken and missing and self._differentiated is not None:  # it was one graph
                 self.note(
-                    f"torch.compile breaks the graph of a step, and traces no use of {len(missing)} parameters there (the first "
-                    f"is {min(missing)}). Those that are used in eager mode, as where modules have backward hooks, take all "
-                    "FLOPs of their gradients, whatever the budget. TORCH_LOGS=graph_breaks says where"
+                    f"torch.compile breaks the graph of a step, and traces no use of {len(missing)} parameters (the first is "
+                    f"{min(missing)}). What is used in eager mode, as where modules have backward hooks or a recurrent layer "
+                    "another length, takes all FLOPs of its gradients, whatever the budget. TORCH_LOGS=graph_breaks says where"
                 )
 
     def _as_step(self, plan: Plan) -> RegionStep | None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._decomp import decompositions
 
 import graphopt
 from graphopt.compat import recurrent
+from graphopt.frontend import planning_graph
 from tests.messages import warnings_of
 
 
@@ -133,3 +138,43 @@ def test_each_further_length_compiles_no_further_layer() -> None:
         compilations.append(opt.report.compilations)
     assert compilations[0] == 1
     assert compilations[3:] == [compilations[3]] * 4
+
+
+def test_threads_that_plan_at_once_keep_to_their_own_rule_and_leave_torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    before, planned, tokens_of_both = decompositions._rnn_helper, {}, tokens(recurrent.LONG)
+    whole_plans, parts_plan = threading.Event(), threading.Event()
+    rule = planning_graph.left_to_eager_mode
+
+    @contextlib.contextmanager
+    def meeting(long: bool) -> Iterator[None]:
+        with rule(long):
+            (parts_plan if long else whole_plans).set()
+            if not long:
+                parts_plan.wait(1)  # the other has to wait until this has ended
+            yield
+
+    def plan(name: str, **options: Any) -> None:
+        planned[name] = graphopt.optimize(Tagged(nn.GRU), (tokens_of_both,), backend="aot_eager", **options)
+
+    monkeypatch.setattr(planning_graph, "left_to_eager_mode", meeting)
+    whole = threading.Thread(target=plan, args=("whole",), kwargs={"fullgraph": True})
+    parts = threading.Thread(target=plan, args=("parts",))
+    whole.start()
+    assert whole_plans.wait(60)
+    parts.start()
+    for thread in (whole, parts):
+        thread.join()
+    assert decompositions._rnn_helper is before
+    assert planned["parts"].report.notes
+    assert not planned["whole"].report.notes
+
+
+def test_a_model_that_is_a_long_recurrent_layer_is_told_how_it_would_be_compiled() -> None:
+    with warnings_of() as texts:
+        opt = graphopt.optimize(
+            nn.GRU(8, 4, batch_first=True), (torch.randn(2, 30, 8),), backend="aot_eager", loss=lambda out: out[0].square().mean()
+        )
+    assert any("or pass a budget or fullgraph=True" in text for text in texts)
+    opt(torch.randn(2, 30, 8))[0].square().mean().backward()
+    assert all(p.grad is not None for p in opt.parameters())
