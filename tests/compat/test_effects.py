@@ -8,6 +8,7 @@ import pytest
 import torch
 from graphopt.passes import Vcas
 from torch import Tensor, nn
+from torch._higher_order_ops.effects import has_effects
 from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
@@ -118,8 +119,9 @@ def test_a_step_with_such_operators_is_not_sampled_and_says_what_to_do(checked: 
     opt = graphopt.optimize(model, (x,), passes=[Vcas(keep_rows=0.5)], backend="aot_eager")
     opt(x).backward()
     assert opt.last_step is not None
-    assert (opt.last_step.sampled_part == 1) is checked
-    assert ["cholesky_ex has none" in note for note in opt.report.notes] == [True] * checked
+    ordered = checked and has_effects(torch.ops.aten._linalg_check_errors.default)  # not by torch 2.11, which may drop the check
+    assert (opt.last_step.sampled_part == 1) is ordered
+    assert ["cholesky_ex has none" in note for note in opt.report.notes] == [True] * ordered
 
 
 def test_results_of_an_operator_with_an_effect_are_used() -> None:
