@@ -62,7 +62,7 @@ def planning_graph(
             raise
         reason = first_line(error)
         try:
-            with stage("capture"), compat.failures_raised_alone():
+            with stage("capture"), compat.failures_raised_alone(), TRACING:
                 recording = record(model, args, kwargs, batch_dim, reason, long_to_eager)
         except Exception as second:
             try:

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.calls import BatchDim, copy_tensors, flatten_call
-from graphopt.capture import TRACING, no_generation_cache, twin, unchanged_draws
+from graphopt.capture import no_generation_cache, twin, unchanged_draws
 from graphopt.compat import pytree
 from graphopt.compat.aot import forward_graph, joint_graph
 from graphopt.compat.dynamo import Settings, compiled_by, differentiates, is_restart, statically, with_own_code
@@ -53,7 +53,7 @@ def record(
     reason: str,
     long_to_eager: bool = False,
 ) -> Recording:
-    """Run `model` once and join the joint graphs of its regions.
+    """Run `model` once and join the joint graphs of its regions; the caller holds `TRACING`.
 
     Args:
         reason: why it is not one graph.
@@ -61,18 +61,6 @@ def record(
     Raises:
         NothingToPlan: no part of it has a joint graph.
     """
-    with TRACING:
-        return _record(model, args, kwargs, batch_dim, reason, long_to_eager)
-
-
-def _record(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    batch_dim: BatchDim,
-    reason: str,
-    long_to_eager: bool,
-) -> Recording:
     inputs, _, samples = batch_of(args, kwargs, batch_dim)
     regions: list[RecordedRegion] = []
     twin: list[nn.Module] = []

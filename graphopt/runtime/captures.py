@@ -17,7 +17,7 @@ from torch import nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
-from graphopt.capture import capture_to_run, tensors_of
+from graphopt.capture import TRACING, capture_to_run, tensors_of
 from graphopt.errors import InputError
 from graphopt.frontend.recording import record
 from graphopt.graph import TrainingGraph
@@ -88,7 +88,8 @@ class Captures:
     def planned_on(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The graph of this call as planning takes it: of several graphs all as one, which takes a run of the model."""
         if self.several_graphs:
-            return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager).graph
+            with TRACING:
+                return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager).graph
         if self._numbers != _numbers(self.model):
             self._graphs = BoundedCache(CAPTURE_LIMIT)
         return self.graph(args, kwargs)
