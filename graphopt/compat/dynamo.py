@@ -91,8 +91,8 @@ class Settings:
     DistributedDataParallel nor a message that is given once divides graphs, which are rewritten as wholes.
     """
 
-    def __init__(self, model: nn.Module, long_to_eager: bool) -> None:
-        self.long = long_to_eager
+    def __init__(self, model: nn.Module, long_to_eager: bool, whole: bool) -> None:
+        self.long, self.whole = long_to_eager, whole
         self.wanted: dict[str, Any] = {
             "skip_nnmodule_hook_guards": False,
             "allow_unspec_int_on_nn_module": True,
@@ -114,7 +114,7 @@ class Settings:
 
     def __enter__(self) -> None:
         self.patched.append(contextlib.ExitStack())
-        self.patched[-1].enter_context(intermediates_that_require_grad())
+        self.patched[-1].enter_context(intermediates_that_require_grad(self.whole))
         self.patched[-1].enter_context(messages_given_once())
         if "allow_rnn" in self.wanted:
             self.patched[-1].enter_context(left_to_eager_mode(self.long))

@@ -85,7 +85,7 @@ def dynamo_capture(module: nn.Module, args: Sequence[Tensor]) -> fx.GraphModule:
     """
     with (
         warnings.catch_warnings(),
-        intermediates_that_require_grad(),
+        intermediates_that_require_grad(whole=True),
         messages_given_once(),
         annotated_by_this_thread(),
         as_if_compiled(),
@@ -163,12 +163,16 @@ def _compiling() -> Iterator[None]:
         yield
 
 
-def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
+def intermediates_that_require_grad(whole: bool) -> contextlib.AbstractContextManager[Any]:
     """Let Dynamo trace `requires_grad_()` on a result, as checkpointing of models with frozen embeddings calls it.
 
     Dynamo breaks the graph there if the result, or what depends on it, is returned, because the result's own gradient is lost. A
     joint graph computes the gradients of parameters, and they do not depend on it. So here it does so only where the result
     itself is handed on to other Python of the model's, which may ask for its gradient, as adversarial training does.
+
+    Args:
+        whole: the model is one graph, so that nothing is handed on; torch 2.11, which always breaks the graph there, does not
+            tell at the call whether it will be.
     """
     if hasattr(OutputGraph, "_check_requires_grad_intermediate_outputs"):
         check = OutputGraph._check_requires_grad_intermediate_outputs
@@ -180,7 +184,9 @@ def intermediates_that_require_grad() -> contextlib.AbstractContextManager[Any]:
                 check(graph, [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node in made], tx)
 
         return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", checked)
-    traced = TensorVariable.method_requires_grad_  # torch 2.11 refuses whatever changes the flag
+    if not whole:
+        return contextlib.nullcontext()
+    traced = TensorVariable.method_requires_grad_
 
     def passed_over(self: Any, tx: Any, requires_grad: Any = True) -> Any:
         wanted = requires_grad is True or requires_grad.as_python_constant()

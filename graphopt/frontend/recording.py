@@ -94,7 +94,7 @@ def record(
         _without_side_effects(model) as running,
         unchanged_draws(inputs),
         no_generation_cache(running),
-        Settings(running, long_to_eager),
+        Settings(running, long_to_eager, whole=False),
         statically(),
         torch.enable_grad(),
     ):

@@ -110,7 +110,7 @@ class Running:
         self._calls = 0
         self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
-        self._settings = Settings(model, long_to_eager)
+        self._settings = Settings(model, long_to_eager, whole=bool(planned) and not parts)
         self.settled = False
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
