@@ -86,8 +86,8 @@ def describe_joint(joint: fx.GraphModule, num_forward: int) -> tuple[tuple[Input
         try:
             inputs.append(describe_input(desc))
         except (CaptureError, AttributeError):
-            kind = "tangent" if "tangents" in node.name else "input"
-            inputs.append(InputDesc(kind, str(desc)))
+            of_result = "tangents" in node.name
+            inputs.append(InputDesc("tangent", OutputDesc("none", str(desc))) if of_result else InputDesc("input", str(desc)))
     outputs: list[OutputDesc] = []
     for position, desc in enumerate(joint.graph.output_node().meta["desc"]):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +170,29 @@ def test_a_head_that_the_loss_does_not_read_takes_and_trains_nothing(of: Callabl
         graphopt.optimize(model, (x,), 0.6, backend="aot_eager")
     opt = graphopt.optimize(model, (x,), 0.8, backend="aot_eager")
     assert set(opt.selected) <= {"body.weight", "body.bias"}
+
+
+class Spectrum(nn.Module):
+    """Its complex eigenvalues make a tangent that is of none of its results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(self.second(torch.tanh(self.first(x)))).abs().square().sum()
+
+
+def test_a_tangent_that_torch_alone_knows_is_of_no_result(tmp_path: Path) -> None:
+    model, x = Spectrum(), torch.randn(4, 4)
+    opt = graphopt.optimize(model, (x,), budget=0.8, backend="aot_eager")
+    opt(x).backward()
+    assert not opt.report.notes
+    opt.dump(tmp_path)
+    trained = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert set(trained) == opt.selected
+    assert opt.report.flops_ratio <= 0.8
+    model.zero_grad()
+    model(x).backward()
+    for name, gradient in trained.items():
+        torch.testing.assert_close(gradient, model.get_parameter(name).grad)
