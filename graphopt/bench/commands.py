@@ -132,7 +132,9 @@ def bench_distributed(
 
 @bench_app.command("suite")
 def bench_suite(
-    tasks: Annotated[str, typer.Option(help="Of glosses, parts_of_speech, digits, definitions, smollm2, with commas.")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Of glosses, parts_of_speech, digits, digits_resnet, definitions, smollm2, with commas.")
+    ] = "",
     ways: Annotated[str, typer.Option(help="Ways to train, with commas; all by default, and exact training.")] = "",
     steps: Annotated[int, typer.Option(min=0, help="Steps of exact training; 0: the task's own number.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Of each way at its best learning rate.")] = 3,
@@ -157,7 +159,9 @@ def bench_suite(
 
 @bench_app.command("selection")
 def bench_selection(
-    tasks: Annotated[str, typer.Option(help="Of glosses, parts_of_speech, digits, definitions, with commas.")] = "",
+    tasks: Annotated[
+        str, typer.Option(help="Of glosses, parts_of_speech, digits, digits_resnet, definitions, with commas.")
+    ] = "",
     flops: Annotated[str, typer.Option(help="Fractions of full training's FLOPs, with commas.")] = "0.4,0.5,0.6,0.7",
     rules: Annotated[str, typer.Option(help="Rules, with commas; all by default, and full training.")] = "",
     steps: Annotated[int, typer.Option(min=0, help="Steps of a run; 0: the task's own number.")] = 0,

