@@ -193,6 +193,7 @@ def compare(
             rate = best_rate(_tried(found))
             kept = [r for r in found if r["rate"] == rate]
             goals = goals or {r["seed"]: r for r in kept}
+            counted = [r["step_flops"] for r in kept if "step_flops" in r]  # earlier runs have none
             means = ("accuracy", "loss", "held_out", "held_out_loss", "seconds_per_step", "compile_seconds", "peak_bytes")
             rows.append(
                 {
@@ -203,6 +204,7 @@ def compare(
                     "seeds": len(kept),
                     "steps": round(statistics.fmean(r["taken_steps"] for r in kept)),
                     **{key: statistics.fmean(r[key] for r in kept) for key in means},
+                    "step_flops": statistics.fmean(counted) if len(counted) == len(kept) else None,
                     "reached": _reached(kept, goals, compiling=False),
                     "reached_with_compiling": _reached(kept, goals, compiling=True),
                     "curves": [r["curve"] for r in kept],
@@ -226,22 +228,25 @@ def _reached(runs: Sequence[Result], goals: Mapping[int, Result], compiling: boo
 
 
 def plot(task: str, rows: Sequence[Result], path: Path) -> None:
-    """Accuracy over the seconds of training, means over seeds, as a PNG."""
+    """Accuracy over the seconds of training, and over FLOPs where all runs have these; means over seeds, as a PNG."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 4.5))
-    axis = figure.subplots()
-    for row in (r for r in rows if r["task"] == task):
+    rows = [row for row in rows if row["task"] == task]
+    counted = all(row["step_flops"] is not None for row in rows)
+    figure = Figure(figsize=(13 if counted else 8, 4.5))
+    axes = figure.subplots(1, 2 if counted else 1, squeeze=False, sharey=True)[0]
+    for row in rows:
         points = list(zip(*row["curves"], strict=False))
-        main = row["way"] in ("exact", "auto")
-        axis.plot(
-            [statistics.fmean(p["seconds"] for p in at) for at in points],
-            [statistics.fmean(p["accuracy"] for p in at) for at in points],
-            linewidth=2.5 if main else 1,
-            label=row["way"],
-        )
-    axis.set(title=f"{task}: accuracy over seconds of training", xlabel="seconds", ylabel="accuracy")
-    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        style = {"linewidth": 2.5 if row["way"] in ("exact", "auto") else 1, "label": row["way"]}
+        accuracy = [statistics.fmean(p["accuracy"] for p in at) for at in points]
+        axes[0].plot([statistics.fmean(p["seconds"] for p in at) for at in points], accuracy, **style)
+        if counted:
+            steps = [statistics.fmean(p["step"] for p in at) for at in points]
+            axes[1].plot([row["step_flops"] * count / 1e12 for count in steps], accuracy, **style)
+    axes[0].set(title=f"{task}: accuracy over seconds of training", xlabel="seconds", ylabel="accuracy")
+    if counted:
+        axes[1].set(title="over FLOPs", xlabel="TFLOPs")
+    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
@@ -250,12 +255,12 @@ def show(results: dict[str, Any], console: Console) -> None:
     """Print a table per task, the best way first."""
     rows = results["rows"]
     for task in dict.fromkeys(row["task"] for row in rows):
-        columns = ("", "accuracy", "held out", "loss", "seeds", "rate", "steps", "s/step", "step MB", "reached", "compiling")
+        columns = ("", "accuracy", "held out", "loss", "seeds", "rate", "steps", "s/step", "GFLOPs", "MB", "reached", "compiling")
         cells = map(_cells, sorted((r for r in rows if r["task"] == task), key=lambda r: -r["accuracy"]))
         console.print(table(columns, cells, title=task, padding=0))
     console.print(
-        f"torch {results['torch']}; reached: part of exact training's time after which its last accuracy was reached, and with "
-        f"compiling on both sides; *: the learning rate is not yet tuned; runs: {results['runs']}"
+        f"torch {results['torch']}; GFLOPs, MB: of a step; reached: part of exact training's time after which its last accuracy "
+        f"was reached, and with compiling on both sides; *: the learning rate is not yet tuned; runs: {results['runs']}"
     )
 
 
@@ -263,6 +268,7 @@ def _cells(row: Result) -> tuple[object, ...]:
     return (
         row["way"], f"{row['accuracy']:.1%}", f"{row['held_out']:.1%}", f"{row['loss']:.3f}",
         str(row["seeds"]) + ("" if row["tuned"] else " *"), f"{row['rate']:.2g}", row["steps"],
-        f"{row['seconds_per_step']:.3f}", f"{row['peak_bytes'] / 1e6:.0f}",
+        f"{row['seconds_per_step']:.3f}", None if row["step_flops"] is None else f"{row['step_flops'] / 1e9:.2f}",
+        f"{row['peak_bytes'] / 1e6:.0f}",
         *(None if row[key] is None else f"{row[key]:.2f}" for key in ("reached", "reached_with_compiling")),
     )  # fmt: skip

@@ -115,6 +115,7 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
         example = _moved(task.example(), device)
         step(example)  # is compiled here if batches were shorter
         peak_bytes = min(_step_peak(prepared, example, device, step) for _ in range(2))
+        step_flops = prepared.step_flops()
     opt = prepared.step if isinstance(prepared.step, graphopt.OptimizedModule) else None
     return {
         **asdict(run),
@@ -130,6 +131,7 @@ def train(run: Run, limit: float | None, folder: Path, keep_compiled: bool, tell
         "held_out_loss": held_out_loss,
         "curve": curve,
         "peak_bytes": peak_bytes,
+        "step_flops": step_flops,
         "selected": None if opt is None else len(opt.selected),
     }
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphopt
 from graphopt.analysis.flops import flop_profile
+from graphopt.bench.cpu_formulas import cpu_formulas
 from graphopt.bench.glosses import Batch
 from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
 from graphopt.compat.dynamo import compiled_by, seconds_compiling
@@ -42,6 +45,7 @@ class Prepared:
         step: called as the model is.
         after_step: called with every batch after its step.
         compile_seconds: spent on tracing and compiling so far.
+        step_flops: mean FLOPs of the steps so far (2 per multiply-add), for batches like the example; asked for at the end.
     """
 
     model: nn.Module
@@ -49,6 +53,7 @@ class Prepared:
     optimizer: torch.optim.Optimizer
     after_step: Callable[[Batch], object]
     compile_seconds: Callable[[], float]
+    step_flops: Callable[[], float]
 
 
 @dataclass
@@ -203,18 +208,29 @@ def rotating(sets: Callable[[Sequence[nn.Module], Sequence[nn.Module], int], Ite
         inside = {id(m) for layer in layers for m in layer.modules()}
         others = [m for m in model.modules() if id(m) not in inside and [*m.parameters(recurse=False)]]
         order = sets(layers, others, start.seed)
-        seen: set[frozenset[int]] = set()
+        turns: list[frozenset[int]] = []
         count = [0]
 
-        def turn() -> None:
-            trained = frozenset(id(p) for m in next(order) for p in m.parameters())
+        def put_in_force(trained: frozenset[int]) -> None:
             for p in model.parameters():
                 p.requires_grad_(id(p) in trained)
                 p.grad = None
+
+        def turn() -> None:
+            trained = frozenset(id(p) for m in next(order) for p in m.parameters())
+            put_in_force(trained)
             optimizer.state.clear()
-            if trained not in seen:
-                seen.add(trained)
+            if trained not in turns:
                 spent[0] += _first_step(step, start.example, model)
+            turns.append(trained)
+
+        def flops() -> float:
+            total = 0
+            for trained, times in Counter(turns).items():
+                put_in_force(trained)
+                total += times * counted_flops(model, start.example)
+            put_in_force(turns[-1])
+            return total / len(turns)
 
         def after_step(batch: Batch) -> None:
             count[0] += 1
@@ -222,7 +238,7 @@ def rotating(sets: Callable[[Sequence[nn.Module], Sequence[nn.Module], int], Ite
                 turn()
 
         turn()
-        return Prepared(model, step, optimizer, after_step, lambda: spent[0])
+        return Prepared(model, step, optimizer, after_step, lambda: spent[0], flops)
 
     return prepare
 
@@ -275,7 +291,15 @@ def _compiled(start: Start, model: nn.Module, optimizer: torch.optim.Optimizer) 
     """`torch.compile`; its first step, on the example, is counted as compiling."""
     step = torch.compile(model, backend=start.backend)
     elapsed = _first_step(step, start.example, model)
-    return Prepared(model, step, optimizer, lambda batch: None, lambda: elapsed)
+    return Prepared(model, step, optimizer, lambda batch: None, lambda: elapsed, lambda: counted_flops(model, start.example))
+
+
+def counted_flops(model: nn.Module, example: Batch) -> int:
+    """FLOPs of the products and convolutions of a step in eager mode, as torch's own counter sees them; leaves no gradients."""
+    with FlopCounterMode(display=False, custom_mapping=cpu_formulas()) as counter:
+        model(**example).loss.backward()
+    model.zero_grad()
+    return counter.get_total_flops()
 
 
 def _first_step(step: Callable[..., Any], example: Batch, model: nn.Module) -> float:
@@ -292,6 +316,10 @@ def _first_step(step: Callable[..., Any], example: Batch, model: nn.Module) -> f
 
 
 def _planned(model: nn.Module, opt: graphopt.OptimizedModule, optimizer: torch.optim.Optimizer) -> Prepared:
-    after_step = (lambda batch: None) if opt.controller is None else opt.controller.after_step
-    counters = opt.counters
-    return Prepared(model, opt, optimizer, after_step, lambda: counters.capture_seconds + counters.compile_seconds)
+    controller, counters = opt.controller, opt.counters
+    after_step = (lambda batch: None) if controller is None else controller.after_step
+
+    def flops() -> float:
+        return opt.report.step_flops if controller is None else (1 - controller.flops_saved) * opt.report.full_step_flops
+
+    return Prepared(model, opt, optimizer, after_step, lambda: counters.capture_seconds + counters.compile_seconds, flops)

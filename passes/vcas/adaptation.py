@@ -64,3 +64,4 @@ class ControllerState(Counts):
     measured: tuple[str, str]
     calibrations: int
     late: bool
+    sooner_in: int

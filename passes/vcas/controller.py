@@ -34,6 +34,9 @@ CALIBRATING = "calibrating the sampler"
 ATTEMPTS = 3
 """Sets of ratios that one calibration measures at most; if none fits, nothing is left out until the next goes on from there."""
 
+SOONER = 10
+"""By how much the next comes sooner then: what two batches show differs far more than training does from one to the next."""
+
 MOST_VARIANTS = 8
 """Different sets of ratios that are ever compiled, the exact step among them."""
 
@@ -96,6 +99,7 @@ class SamplingController(State):
         self._measured = ("", "")
         self._calibrations = 0
         self._late = False
+        self._sooner_in = 0  # steps; 0: it comes in its turn
         self._step: MeasuringStep | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +169,8 @@ class SamplingController(State):
             return None
         self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
         self._recent = [*self._recent, as_call(batch)][-self.rewrite.batches :]
-        self._late = self.due.after_step() or self._late
+        self._late = self.due.after_step() or self._sooner_in == 1 or self._late
+        self._sooner_in = max(0, self._sooner_in - 1)
         if not self._late:
             return None
         batches = self._alike()
@@ -220,7 +225,8 @@ class SamplingController(State):
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them, and a file can hold them."""
         batches = self.rewrite.batches
-        needed = batches - 1 if self._late else max(0, batches - self.due.remaining)
+        remaining = min(self.due.remaining, self._sooner_in or self.due.remaining)
+        needed = batches - 1 if self._late else max(0, batches - remaining)
         state = ControllerState(
             ratios=self.state,
             due=self.due.snapshot(),
@@ -230,6 +236,7 @@ class SamplingController(State):
             measured=self._measured,
             calibrations=self._calibrations,
             late=self._late,
+            sooner_in=self._sooner_in,
         )
         return to_plain(state)
 
@@ -247,6 +254,7 @@ class SamplingController(State):
             self.counts = Counts(**{f.name: getattr(saved, f.name) for f in fields(Counts)})
             self._recent, self._known = list(saved.recent), known
             self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
+            self._sooner_in = saved.sooner_in
             self._step = None  # times of products that were saved, too, may choose other orders
 
         return restore
@@ -294,6 +302,8 @@ class SamplingController(State):
                 return seen, candidate
             candidate = better
         self.state = candidate
+        if self.ratios:  # else that was the second in vain
+            self._sooner_in = max(len(batches), self.rewrite.every // SOONER)
         return replace(seen, rows_variance=0.0, tokens_variance=dict.fromkeys(probe.tokens, 0.0)), SampleRatios()
 
     def _know(self, step: MeasuringStep, call: Call) -> None:

@@ -1,7 +1,7 @@
 """The schedule and the tables of `graphopt bench suite`, driven by made-up runs; what ways do is in `test_suite_ways`."""
 
 import io
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def finished(run: Run, seconds: float = 90.0, accuracies: tuple[float, ...] = (0
         **asdict(run), "device": this_device()[0], "limit_seconds": None if run.way == "exact" else 45.0,
         "taken_steps": 2 * len(accuracies), "seconds": seconds, "compile_seconds": 10.0,
         "seconds_per_step": seconds / 2 / len(accuracies), "accuracy": last, "loss": 1 - last, "held_out": last - 0.1,
-        "held_out_loss": 1.1 - last, "curve": curve, "peak_bytes": 10**8,
+        "held_out_loss": 1.1 - last, "curve": curve, "peak_bytes": 10**8, "step_flops": 2e9,
     }  # fmt: skip
 
 
@@ -95,6 +95,7 @@ def test_runs_of_another_time_do_not_count() -> None:
 
 def test_the_table_and_the_picture_hold_all_ways(tmp_path: Path) -> None:
     rows = compare(SETTINGS, [*tuned("exact"), *tuned("auto", 48.0, (0.6, 0.8))], RATES, STEPS)
+    assert [row["step_flops"] for row in rows] == [2e9, 2e9]
     suite.plot("digits", rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     out = io.StringIO()
@@ -103,6 +104,10 @@ def test_the_table_and_the_picture_hold_all_ways(tmp_path: Path) -> None:
     assert text.index("auto") < text.index("exact")  # the best first
     assert "80.0%" in text
     assert "…" not in text  # it fits a terminal
+    uncounted = [{k: v for k, v in run.items() if k != "step_flops"} for run in tuned("exact")]  # as they were kept before
+    (row,) = compare(replace(SETTINGS, ways=("exact",)), uncounted, RATES, STEPS)
+    assert row["step_flops"] is None
+    suite.plot("digits", [row], tmp_path / "plot.png")
 
 
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_zero() -> None:

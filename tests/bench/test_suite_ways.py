@@ -16,13 +16,28 @@ from torch import nn
 import graphopt
 from graphopt.bench.projected_adamw import ApolloAdamW, GaloreAdamW
 from graphopt.bench.suite_run import prepare
-from graphopt.bench.suite_ways import PERIOD, WAYS, Start, one_block, two_layers
+from graphopt.bench.suite_ways import PERIOD, WAYS, Prepared, Start, counted_flops, one_block, two_layers
 from graphopt.compat.dynamo import seconds_compiling
 from tests import zoo
 from tests.long_forms import long
 
 WHOLE = ("exact", "auto", "lsp", "LoRA", "DoRA", "reordered LoRA", "GaLore", "APOLLO", "checkpointing")
 """Those that treat all blocks alike: one will do."""
+
+
+def check_flops(way: str, prepared: Prepared, batch: dict[str, torch.Tensor]) -> None:
+    """FLOPs of a step are those that torch's counter sees of the model that runs, less where a way trains or samples a part."""
+    found = prepared.step_flops()
+    for p in prepared.model.parameters():
+        assert p.grad is None
+    if way in ("LoRA", "DoRA", "reordered LoRA"):
+        assert found > 0
+    elif way in ("exact", "lsp", "GaLore", "APOLLO", "checkpointing"):
+        whole = counted_flops(zoo.make("bert", 4, layers=1)[0], batch)
+        assert found == pytest.approx(whole * (4 / 3 if way == "checkpointing" else 1), rel=0.1)
+    else:
+        whole = counted_flops(zoo.make("bert", 4, layers=1 if way in WHOLE else 2)[0], batch)
+        assert 0.3 * whole < found < (1.5 if way == "memory=0.5" else 1.0) * whole
 
 
 def start(way: str) -> tuple[nn.Module, dict[str, torch.Tensor], float, float]:
@@ -36,6 +51,7 @@ def start(way: str) -> tuple[nn.Module, dict[str, torch.Tensor], float, float]:
         prepared.optimizer.zero_grad()
         prepared.after_step(batch)
     assert prepared.compile_seconds() > 0
+    check_flops(way, prepared, batch)
     return prepared.model, batch, before, float(prepared.model(**batch).loss.detach())
 
 
