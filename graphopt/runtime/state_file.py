@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from graphopt.compat import pytree
 from graphopt.errors import CheckpointError, InputError
 
-FORMAT, VERSION = "graphopt state", 9
+FORMAT, VERSION = "graphopt state", 10
 
 MOST_BYTES_OF_STRUCTURE = 90_000_000
 """Safetensors reads no header of more than 100 MB."""
