@@ -149,17 +149,13 @@ def run_pass(rewrite: Pass, graph: TrainingGraph, decisions: Any) -> tuple[Train
     """
     rewritten = graph.clone()
     changes = rewrite.apply(rewritten, decisions)
-    note_owner(rewritten, graph.inputs, graph.outputs, rewrite.name)
+    rewritten.inputs = _owned(rewritten.inputs, graph.inputs, rewrite.name)
+    rewritten.outputs = _owned(rewritten.outputs, graph.outputs, rewrite.name)
     verify(rewritten, graph)
     flops_before, saved_before = _figures(graph)
     flops_after, saved_after = _figures(rewritten)
     report = PassReport(rewrite.name, rewrite.preserves, changes, flops_before, flops_after, saved_before, saved_after)
     return rewritten, report
-
-
-def note_owner(graph: TrainingGraph, inputs: Iterable[InputDesc], outputs: Iterable[OutputDesc], owner: str) -> None:
-    """Note which pass has added what a graph takes and returns beside these."""
-    graph.inputs, graph.outputs = _owned(graph.inputs, inputs, owner), _owned(graph.outputs, outputs, owner)
 
 
 def _owned(descs: Iterable[Desc], before: Iterable[Desc], owner: str) -> tuple[Desc, ...]:

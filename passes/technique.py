@@ -206,7 +206,7 @@ class Technique:
         return {site.name for site in self.applicable(graph)}, ()
 
     def finish(self, plan: Plan, graph: TrainingGraph) -> TrainingGraph:
-        """The graph after `apply`, with what else a running step needs."""
+        """The graph after `apply`, with what else a running step needs; it takes and returns the same."""
         return graph
 
     def inseparable(self, graph: TrainingGraph, tensors: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from graphopt.passes.lsp.transition import Durations, transition_layer
+from graphopt.passes.lsp.offload import Durations, transition_layer
 
 Schedule = Literal["zero", "layerwise"]
 

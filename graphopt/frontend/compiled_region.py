@@ -60,7 +60,7 @@ class CompiledRegion:
         needless: positions of its inputs that require a gradient which leads to nothing that is trained.
         unasked: positions of its outputs that have no backward; see `graphopt.frontend.outputs`.
         surroundings: None until the model has returned.
-        gated: it waits by itself for what is still to be done to its weights; see `graphopt.passes.lsp.offload_nodes`.
+        gated: it waits by itself for what is still to be done to its weights; see `graphopt.ops.host_callback.gate`.
     """
 
     region: Region

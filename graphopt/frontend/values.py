@@ -16,7 +16,7 @@ from torch import SymInt, Tensor, fx
 from graphopt.compat import SAVE, InputDesc, OutputDesc, fake_like, is_recomputed
 from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, descendants
-from graphopt.ops.host_callback import TOKEN, new_receiver
+from graphopt.ops.host_callback import new_receiver
 
 OWN = ("parameter", "buffer", "input", "tangent")
 """Kinds of inputs that a graph has before passes see it."""
@@ -89,7 +89,7 @@ class Values:
         results: list[fx.Node | None] = []
         for position, (made, result) in enumerate(zip(graph.outputs, graph.results, strict=True)):
             if made.kind == "slot" and position >= num_outputs:
-                if result is not None and made.target != TOKEN:
+                if result is not None:
                     self._insert_deliver(graph, made, result)
                 continue
             if made.kind == "gradient" and made.target.kind not in OWN:

@@ -16,9 +16,6 @@ from graphopt.ops.library import library
 Receiver = Callable[..., Tensor | None]
 """Takes the number or name of a site and the tensor that was computed there; `exchange` and `fetch` return what it returns."""
 
-TOKEN = "host callbacks"
-"""The slot of the backward that the chain of tokens ends in."""
-
 _receivers: dict[int, weakref.WeakMethod[Receiver]] = {}
 _numbers = itertools.count()
 
@@ -37,17 +34,6 @@ def _called(number: int) -> Receiver:
     if method is None:
         raise PassError("this compiled step belongs to an optimised model that is gone: call optimize() again.")
     return method
-
-
-def host_callback(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
-    """Give `value` to a receiver.
-
-    Returns:
-        A token, () float32. Each call takes that of the one before, and the last is an output of the graph, so that no compiler
-        can drop or reorder them.
-    """
-    _called(receiver)(site, value)
-    return torch.zeros_like(token)
 
 
 def exchange(value: Tensor, receiver: int, site: int, size: int) -> Tensor:
@@ -95,8 +81,6 @@ def deliver(value: Tensor, receiver: int, what: str) -> Tensor:
 
 library.define("gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)")
 library.impl("gate", gate, "CompositeExplicitAutograd")
-library.define("host_callback(Tensor value, Tensor token, int receiver, int site) -> Tensor")
-library.impl("host_callback", host_callback, "CompositeExplicitAutograd")
 library.define("exchange(Tensor value, int receiver, int site, int size) -> Tensor")
 library.impl("exchange", exchange, "CompositeExplicitAutograd")
 library.define("fetch(Tensor like, int receiver, str what, int[] size, ScalarType dtype) -> Tensor")
@@ -104,7 +88,7 @@ library.impl("fetch", fetch, "CompositeExplicitAutograd")
 library.define("deliver(Tensor value, int receiver, str what) -> Tensor")
 library.impl("deliver", deliver, "CompositeExplicitAutograd")
 
-for _operator in (torch.ops.graphopt.host_callback, torch.ops.graphopt.exchange, torch.ops.graphopt.deliver):
+for _operator in (torch.ops.graphopt.exchange, torch.ops.graphopt.deliver):
     has_side_effect(_operator.default)  # no compiler may drop it
 
 
@@ -116,11 +100,6 @@ def _(like: Tensor, receiver: int, what: str, size: list[int], dtype: torch.dtyp
 @torch.library.register_fake("graphopt::deliver", lib=library)
 def _(value: Tensor, receiver: int, what: str) -> Tensor:
     return value.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake("graphopt::host_callback", lib=library)
-def _(value: Tensor, token: Tensor, receiver: int, site: int) -> Tensor:
-    return torch.empty_like(token)
 
 
 @torch.library.register_fake("graphopt::gate", lib=library)

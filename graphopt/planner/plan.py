@@ -13,7 +13,6 @@ from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, Pass, PassReport, Preserves, in_order, run_pass
-from graphopt.passes.base import note_owner
 from graphopt.passes.technique import Decision, technique
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
@@ -123,9 +122,7 @@ class Plan:
             hooks = technique(rewrite)
             decisions, choices = hooks.decide(self, captured, graph)
             graph, report = once(run_pass, rewrite, graph, decisions)
-            taken, returned = graph.inputs, graph.outputs
             graph = hooks.finish(self, graph)
-            note_owner(graph, taken, returned, rewrite.name)
             reports.append(replace(report, choices=choices))
         if self.budget.flops is not None:
             graph = keep_last_products(graph)

@@ -1,8 +1,8 @@
 """LSP: weight gradients in a subspace, stepped there, on the host if that is asked for.
 
-Map: `technique` (refusals, decisions), `compressor` (the rewriting), `weight_gradients` (where), `orders` and `choose` (in which
-order P'GQ is computed); training: `subspaces`, `projectors`, `learning`, `optimizer`, `subspaces_state`; the host: `offload`,
-`offload_nodes`, `host_adam`, `workers`, `transfer`, `transition`.
+Map: `technique` (refusals, decisions), `compressor` (the rewriting), `weight_gradients` (where), `choose` (in which order P'GQ is
+computed); training: `subspaces`, `compressed_weight`, `projectors`, `learning`, `cleared`, `optimizer`; the host: `offload`,
+`host_adam`, `transfer`.
 """
 
 from graphopt.passes.lsp.technique import Compressed, Lsp

@@ -5,6 +5,7 @@ P and Q are inputs of the rewritten graph, and so is a variable D (s x s) whose 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,8 +14,9 @@ from graphopt.passes.lsp.projectors import Subspace, entries_per_column
 from graphopt.passes.lsp.weight_gradients import WeightGradient
 from torch import Tensor, fx
 
+import graphopt.ops.host_callback  # noqa: F401  registers the operators
 from graphopt.analysis.products import Matrix, value_numbers
-from graphopt.compat import RECOMPUTE, InputDesc, fake_like, is_recomputed
+from graphopt.compat import RECOMPUTE, SAVE, InputDesc, fake_like, is_recomputed
 from graphopt.graph import TrainingGraph, descendants
 from graphopt.transforms.edit import ORIGIN, insert_node, simplify_sizes, sort_nodes
 
@@ -138,24 +140,19 @@ class Compressor:
         a, b = cast(tuple[fx.Node, fx.Node], anchor.args)
         if term.transposed:  # (LR)' = R'L'
             a, b = self._transposed(b, anchor), self._transposed(a, anchor)
-
-        def table(node: fx.Node, transposed: bool) -> fx.Node:
-            return self._table(node, transposed, anchor, len(left) == 2)
-
-        if order in ("activations", "left"):
-            result = self._times(left, table(a, False), anchor)  # P'A
-            if order == "activations":
-                other = self._times(right, table(b, True), anchor)  # (BQ)'
-                result = self._emit(aten.mm.default, (result, self._transposed(other, anchor)), anchor)
-            else:
-                result = self._right(self._emit(aten.mm.default, (result, b), anchor), right, anchor)
-        elif order == "right":
-            other = self._times(right, table(b, True), anchor)
-            product = self._emit(aten.mm.default, (a, self._transposed(other, anchor)), anchor)
-            result = self._times(left, product, anchor)
+        left_first, right_first = order in ("activations", "left"), order in ("activations", "right")
+        if left_first:
+            a = self._times(left, self._table(a, anchor), anchor)  # P'A
+        if right_first:
+            b = self._transposed(self._times(right, self._table(self._transposed(b, anchor), anchor), anchor), anchor)  # BQ
+        if left_first or right_first:
+            result = self._emit(aten.mm.default, (a, b), anchor)
         else:
-            formed = self._emit(aten.t.default, (anchor,), anchor) if term.transposed else anchor
-            result = self._right(self._times(left, formed, anchor), right, anchor)
+            result = self._emit(aten.t.default, (anchor,), anchor) if term.transposed else anchor
+        if not left_first:
+            result = self._times(left, result, anchor)
+        if not right_first:
+            result = self._right(result, right, anchor)
         if term.scale != 1.0:
             result = self._emit(aten.mul.Tensor, (result, term.scale), anchor)
         return result
@@ -165,14 +162,9 @@ class Compressor:
         transposed = self._emit(aten.t.default, (node,), anchor)
         return self._emit(aten.t.default, (self._times(right, transposed, anchor),), anchor)
 
-    def _table(self, node: fx.Node, transposed: bool, anchor: fx.Node, contiguous: bool) -> fx.Node:
-        """`node`, or its transpose.
-
-        Args:
-            contiguous: with contiguous rows; weights that share an operand (as q, k and v do) share the copy.
-        """
-        node = self._transposed(node, anchor) if transposed else node
-        if node.target is not aten.t.default or not contiguous:
+    def _table(self, node: fx.Node, anchor: fx.Node) -> fx.Node:
+        """`node`; for sparse projectors with contiguous rows, in one copy for all weights that share the operand (q, k and v)."""
+        if node.target is not aten.t.default or self.nonzeros == self.size:
             return node
         source = node.args[0]
         assert isinstance(source, fx.Node)
@@ -203,3 +195,26 @@ class Compressor:
         self.graph.eliminate_dead_code()
         sort_nodes(self.graph.graph, self.position)
         self.graph.module.recompile()
+
+
+def gated(graph: TrainingGraph, names: Sequence[str], receiver: int) -> TrainingGraph:
+    """A copy of `graph` that reads every weight in `names` through a gate, just before its first use.
+
+    A gate waits for that weight's own update and for no other (LSP-Offload, Alg. 3).
+
+    Args:
+        names: the position in here is the number of the site.
+        receiver: of gates; see `graphopt.ops.host_callback`.
+    """
+    result = graph.clone()
+    for weight, name in result.parameter_nodes().items():
+        users = set(weight.users)
+        if name in names and users:
+            first = next(node for node in result.graph.nodes if node in users)
+            with result.graph.inserting_before(first):
+                gate = result.graph.call_function(torch.ops.graphopt.gate.default, (weight, receiver, names.index(name)))
+            gate.meta = {"val": weight.meta["val"], **SAVE}
+            for user in users:
+                user.replace_input_with(weight, gate)
+    result.module.recompile()
+    return result

@@ -7,17 +7,16 @@ unscaled or accumulated since is computed anew. It is added to its weight just b
 
 from __future__ import annotations
 
+import math
+import os
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from graphopt.passes.lsp.transfer import Span, Transfer
-from graphopt.passes.lsp.transition import Durations, transition_layer
-from graphopt.passes.lsp.workers import Worker
 from torch import Tensor, nn
 
 from graphopt.errors import GraphoptError
@@ -33,12 +32,33 @@ REST = 50
 
 
 @dataclass(frozen=True)
+class Durations:
+    """Seconds per task, means over the last steps."""
+
+    to_host: float
+    update: float
+    to_device: float
+    backward: float
+
+
+def transition_layer(layers: int, durations: Durations) -> int:
+    """Layers below this one are served newest first: clamp(ceil(L - (T_BWD - (a + b + c)) / max(a, b, c)), 0, L).
+
+    Source: LSP-Offload, section 3.2, clamped.
+    """
+    a, b, c = durations.to_host, durations.update, durations.to_device
+    longest = max(a, b, c)
+    if longest <= 0:
+        return 0
+    return min(layers, max(0, math.ceil(layers - (durations.backward - (a + b + c)) / longest)))
+
+
+@dataclass(frozen=True)
 class _Started:
-    """An update that began in the backward, and the gradient that it is made from."""
+    """An update that began in the backward, and the gradient that it is made from; it is submitted once that is copied."""
 
     gradient: Tensor
-    copied: Future[Any]
-    update: Future[Any]
+    copied: Future[Future[Any]]
 
 
 @dataclass(frozen=True)
@@ -50,12 +70,44 @@ class _Pending:
     apply: Apply
 
 
-class Offload:
-    """The three resources beside the device, and what waits for them.
+class Worker:
+    """A resource beside the device: runs tasks one at a time, in a thread that starts with the first and ends with the worker.
 
-    Attributes:
-        weights: by name, from the input to the output.
+    Tasks run first come, first served, until one of `newest_first` waits; then the newest is next (LSP-Offload, section 3.2:
+    below the transition layer, what the next forward needs first has come last). The end of the process waits for all of them, as
+    no thread may be inside an operator then.
     """
+
+    def __init__(self, name: str, newest_first: Container[Any] = ()) -> None:
+        self.name = name
+        self.newest_first = newest_first
+        self._waiting: list[tuple[Any, Callable[[], Any], Future[Any]]] = []
+        self._process = -1
+
+    def submit(self, site: Any, call: Callable[[], Any]) -> Future[Any]:
+        """Run `call` when its turn comes.
+
+        Args:
+            site: whom it is for, which decides its turn.
+        """
+        if self._process != os.getpid():  # a forked process has no threads of its parent's
+            self._process, self._thread = os.getpid(), ThreadPoolExecutor(1, f"graphopt {self.name}")
+        future: Future[Any] = Future()
+        self._waiting.append((site, call, future))
+        self._thread.submit(self._run_next)
+        return future
+
+    def _run_next(self) -> None:
+        newest = any(site in self.newest_first for site, _, _ in list(self._waiting))
+        _, call, future = self._waiting.pop(-1 if newest else 0)
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+class Offload:
+    """The three resources beside the device, and what waits for them."""
 
     def __init__(self, weights: Mapping[str, Tensor], update: Update) -> None:
         """Set up the threads; they start with the first task.
@@ -71,8 +123,6 @@ class Offload:
         self.out = Worker("copies to the host", self.newest_first)
         self.host = Worker("host", self.newest_first)
         self.back = Worker("copies to the device", self.newest_first)
-        for worker in (self.out, self.host, self.back):
-            weakref.finalize(self, worker.close)
         self.started: dict[str, _Started] = {}
         self.pending: dict[str, _Pending] = {}
         self.times: dict[str, list[float]] = {"to_host": [], "update": [], "to_device": []}
@@ -88,13 +138,12 @@ class Offload:
     def _start(self, name: str, gradient: Tensor) -> _Started:
         staged, written = self.transfer.stage(gradient)
 
-        def copy() -> Tensor:
+        def copy() -> Future[Any]:
             self.transfer.wait(written)
-            return self._timed("to_host", self.transfer.to_host, staged)
+            copied = self._timed("to_host", self.transfer.to_host, staged)
+            return self.host.submit(name, lambda: self._timed("update", self.update, name, copied))
 
-        copied = self.out.submit(name, copy)
-        update = self.host.then(copied, name, lambda value: self._timed("update", self.update, name, value))
-        return _Started(staged, copied, update)
+        return _Started(staged, self.out.submit(name, copy))
 
     def _timed(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
@@ -104,7 +153,7 @@ class Offload:
 
     def forget_started(self) -> None:
         """Wait for the updates that began in the backward, and drop them."""
-        wait([f for s in self.started.values() for f in (s.copied, s.update)])
+        _wait(self.started.values())
         self.started.clear()
 
     def results(self, gradients: dict[str, Tensor]) -> dict[str, Any]:
@@ -113,21 +162,19 @@ class Offload:
         Raises:
             GraphoptError: one of them failed.
         """
-        futures: dict[str, Future[Any]] = {}
         candidates = {name: s for name, s in self.started.items() if name in gradients}
         same = _equal([(s.gradient, gradients[name]) for name, s in candidates.items()])
-        good = {name for name, equal in zip(candidates, same, strict=True) if equal}
-        for name, gradient in gradients.items():
-            futures[name] = (candidates[name] if name in good else self._start(name, gradient)).update
+        good = {name: s for (name, s), equal in zip(candidates.items(), same, strict=True) if equal}
+        started = {name: good.get(name) or self._start(name, gradient) for name, gradient in gradients.items()}
         self.forget_started()
-        wait(futures.values())
+        _wait(started.values())
         self._rest = REST if len(good) < len(candidates) else max(0, self._rest - 1)
         results = {}
-        for name, future in futures.items():
-            error = future.exception()
-            if error is not None:
+        for name, update in started.items():
+            try:
+                results[name] = update.copied.result().result()
+            except Exception as error:
                 raise GraphoptError(f"the update of {name} on the host failed, and no weight was changed: {error}") from error
-            results[name] = future.result()
         self._plan_order()
         return results
 
@@ -176,6 +223,12 @@ class Offload:
         self._span = Span()
         for times in self.times.values():
             del times[:-64]
+
+
+def _wait(started: Iterable[_Started]) -> None:
+    """Wait for updates, whether or not they succeed."""
+    copied, _ = wait([s.copied for s in started])
+    wait([c.result() for c in copied if c.exception() is None])
 
 
 def _equal(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:

@@ -59,13 +59,13 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         self._variables = variables
         own = weakref.ref(self)  # the subspaces must not keep alive an optimizer that its user has dropped, nor its hooks
         self._changed = _Method(own, "_transport")
-        self._claim()
         self.offload: Offload | None = None
-        handles = [hooked(w, _Direct(subspaces, name)) for name, w in self._weights.items()]
-        if subspaces.offload is not None:
+        if subspaces.gates is not None:
             order = list(subspaces.names)[::-1]
             self.offload = Offload({n: self._weights[n] for n in order}, _Method(own, "host_update"))
-            subspaces.take_offload(self.offload, self._stepped())
+        self._claim()
+        handles = [hooked(w, _Direct(subspaces, name)) for name, w in self._weights.items()]
+        if self.offload is not None:
             handles += synchronize_before_reading(model, self.offload)
         weakref.finalize(self, _end, handles, self.offload)
 
@@ -103,8 +103,6 @@ class SubspaceOptimizer(torch.optim.Optimizer):
             self.inner.param_groups.pop()
             raise
         self._claim()
-        if self.offload is not None:
-            self.subspaces.take_offload(self.offload, self._stepped())
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -182,7 +180,7 @@ class SubspaceOptimizer(torch.optim.Optimizer):
         stepped = self._stepped()
         numbers = {id(group): i for i, group in enumerate(self.param_groups)}
         self._group_of = {name: numbers[id(group)] for name, group in stepped.items()}
-        self.subspaces.claim(stepped, map(id, self.parameters()), self._changed)
+        self.subspaces.claim(stepped, map(id, self.parameters()), self._changed, self.offload)
 
     def _options(self, name: str) -> tuple[Any, ...]:
         group = self.param_groups[self._group_of[name]]

@@ -25,7 +25,7 @@ class Projector:
     """A sparse (m x s) matrix with d entries in every row.
 
     Attributes:
-        columns: (m, d) int32, different ones in a row; of a dense matrix in their order.
+        columns: (m, d) int32, different ones in a row; (0, 0) of a dense matrix.
         values: (m, d); of a dense matrix itself.
         size: s.
     """
@@ -37,8 +37,7 @@ class Projector:
     @classmethod
     def of_dense(cls, values: Tensor) -> Projector:
         """A matrix (m x s) without zeros."""
-        m, s = values.shape
-        return cls(torch.arange(s, dtype=torch.int32, device=values.device).expand(m, s), values, s)
+        return cls(torch.empty(0, 0, dtype=torch.int32, device=values.device), values, values.shape[1])
 
     @property
     def is_dense(self) -> bool:
@@ -95,8 +94,6 @@ class Projector:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Projector:
         """A copy elsewhere."""
-        if self.is_dense:
-            return Projector.of_dense(self.values.to(device, dtype))
         return Projector(self.columns.to(device), self.values.to(device, dtype), self.size)
 
 

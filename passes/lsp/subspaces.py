@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.lsp.cleared import Cleared
-from graphopt.passes.lsp.compressed_weight import Changed, CompressedWeight
+from graphopt.passes.lsp.compressed_weight import Changed, CompressedWeight, WeightState
 from graphopt.passes.lsp.compressor import Part
 from graphopt.passes.lsp.learning import draw_moments, scaled_to_one
 from graphopt.passes.lsp.offload import Offload
 from graphopt.passes.lsp.projectors import Subspace, draw_subspace, fit, unseen_energy
-from graphopt.passes.lsp.subspaces_state import SubspacesState, WeightState
 from graphopt.passes.lsp.technique import Lsp
 from graphopt.passes.state import MakeOptimizer, State
 from torch import Tensor, nn
@@ -33,29 +32,42 @@ if TYPE_CHECKING:
 CHECKING = "comparing projectors with gradients"
 
 
+@dataclass(frozen=True)
+class SubspacesState:
+    """What a checkpoint keeps of `Subspaces`."""
+
+    size: int
+    weights: dict[str, WeightState]
+    steps: int
+    forwards: int
+    checked_at: int
+    stepped: tuple[str, ...]
+    generator: Tensor
+
+
 class Subspaces(State):
     """Every compressed weight of a model, and the receiver to which checking steps hand full gradients, one at a time.
 
     Attributes:
         steps: of the optimizer.
         forwards: of the model since its last step.
+        gates: the receiver that is asked for each weight in the middle of a forward, with `Lsp(schedule="layerwise")`.
         offloads: by weight, what is told of its compressed gradient in the middle of a backward, and of its use in a forward.
     """
 
     own_optimizer = True
 
-    def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor], ranks: Ranks | None = None) -> None:
+    def __init__(self, rewrite: Lsp, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Draw random projectors.
 
         Args:
             weights: by name, those to compress.
             ranks: that train the model together; they have the same projectors.
         """
-        self.ranks = ranks or Ranks.alone()
+        self.ranks = ranks
         self.rewrite = rewrite
         self.generator = torch.Generator().manual_seed(rewrite.seed)
         self.weights: dict[str, CompressedWeight] = {}
-        self.used = False
         self.steps = self.forwards = 0
         self._checked_at = -1
         self._checks = self._again = self._awaited = False
@@ -66,13 +78,13 @@ class Subspaces(State):
             zero = torch.zeros((), dtype=exact, device=weight.device)
             shape = (weight.shape[0], weight.shape[1])
             variable = nn.Parameter(zero.expand(rewrite.subspace, rewrite.subspace))
-            self.weights[name] = CompressedWeight(name, shape, variable, self._drawn(shape, weight.device, exact))
-            self.weights[name].install(self.weights[name].subspace)
+            drawn = self._drawn(shape, weight.device, exact)
+            self.weights[name] = CompressedWeight(name=name, shape=shape, variable=variable, subspace=drawn)
         self.names = tuple(self.weights)
         self.offloads: dict[str, Offload] = {}
         self._stepped: set[str] = set()
         self.receiver = new_receiver(self._check)
-        self.offload = None if rewrite.schedule == "sequential" else (new_receiver(self._produced), new_receiver(self._needed))
+        self.gates = None if rewrite.schedule == "sequential" else new_receiver(self._needed)
 
     def __deepcopy__(self, memo: Any) -> Subspaces:
         raise InputError("compressed gradients belong to one model: copy the model itself, and call optimize() on the copy.")
@@ -86,7 +98,7 @@ class Subspaces(State):
         Raises:
             GraphoptError: no optimizer steps the compressed gradients.
         """
-        if not self.used:
+        if all(w.changed is None for w in self.weights.values()):
             raise GraphoptError(
                 "gradients of this model are compressed, which an ordinary optimizer does not see: make yours with "
                 "opt.make_optimizer(torch.optim.AdamW, lr=...), before the first step."
@@ -100,13 +112,16 @@ class Subspaces(State):
             self.forwards = 0
         self._checks, self._awaited = self.due(trained), True
         self.forwards += 1
-        return self.checking(plan) if self._checks else plan
+        if not self._checks:
+            return plan
+        hands_out = replace(plan.decisions[self.rewrite.name], checking=self.receiver)
+        return plan.measuring().decided(self.rewrite.name, hands_out)
 
     def after_forward(self, step: RegionStep | None, output: Any) -> None:
         """See `State`."""
         self._cleared.follow(step)
-        if self._checks and (step is None or not step.graph.compressed):
-            self.nothing_to_check()
+        if self._checks and (step is None or not step.graph.compressed):  # none of these weights is trained now
+            self._checked_at = self.steps // self.rewrite.check_every
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:
         """What a compiled step reads of a weight's projectors."""
@@ -116,12 +131,23 @@ class Subspaces(State):
         compressed.follow(like.device)
         return compressed.inputs[desc]
 
+    @torch.no_grad()
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> bool:
-        """See `State`."""
-        mine = desc.kind == "compressed" and desc.target in self.weights
-        if mine:
-            self.add_gradient(desc.target, value)
-        return mine
+        """See `State`; `value` is a tensor of our own. Gradients that no optimizer steps are dropped."""
+        if desc.kind != "compressed" or desc.target not in self.weights:
+            return False
+        self._awaited = False
+        compressed = self.weights[desc.target]
+        variable = compressed.variable
+        if variable.requires_grad:
+            compressed.follow(value.device)
+            if variable.grad is None:
+                variable.grad = value
+            else:
+                variable.grad.add_(value)
+            if desc.target in self.offloads and not self._checks:
+                self.offloads[desc.target].produced(desc.target, value)
+        return True
 
     def image(self, name: str, gradient: Tensor) -> Tensor | None:
         """P'GQ."""
@@ -146,25 +172,6 @@ class Subspaces(State):
 
         return isinstance(optimizer, SubspaceOptimizer)
 
-    @torch.no_grad()
-    def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """A backward has computed a compressed gradient, in a tensor of our own; those that no optimizer steps are dropped."""
-        self._awaited = False
-        compressed = self.weights[name]
-        variable = compressed.variable
-        if not variable.requires_grad:
-            return
-        compressed.follow(gradient.device)
-        if variable.grad is None:
-            variable.grad = gradient
-        else:
-            variable.grad.add_(gradient)
-
-    def checking(self, plan: Plan) -> Plan:
-        """The plan of steps that hand out full gradients, to be compared with the projectors."""
-        mine = plan.decisions[self.rewrite.name]
-        return plan.measuring().decided(self.rewrite.name, dataclasses.replace(mine, checking=self.receiver))
-
     def due(self, trained: Collection[str]) -> bool:
         """Whether the next step compares the projectors with the gradients: the first one, and every `check_every` steps.
 
@@ -174,10 +181,6 @@ class Subspaces(State):
         self._again = self._checked_at == self.steps // self.rewrite.check_every
         unseen = any(math.isnan(w.error) for name, w in self.weights.items() if name in trained)
         return not self._again or (unseen and self.steps & (self.steps - 1) == 0)
-
-    def nothing_to_check(self) -> None:
-        """The step that was to compare projectors computes no compressed gradient: none of these weights is trained now."""
-        self._checked_at = self.steps // self.rewrite.check_every
 
     def selected(self, names: Iterable[str]) -> None:
         """Have the next step fit projectors of these weights that have never seen a gradient."""
@@ -268,12 +271,6 @@ class Subspaces(State):
             if self.forwards == 1 and compressed.variable.grad is None:
                 compressed.replace(*compressed.next)
 
-    def _produced(self, site: int, gradient: Tensor) -> None:
-        """A compressed gradient has been computed, in the middle of a backward."""
-        name = self.names[site]
-        if name in self.offloads:
-            self.offloads[name].produced(name, gradient)
-
     def _needed(self, site: int, weight: Tensor) -> None:
         """A weight is about to be read, in the middle of a forward."""
         name = self.names[site]
@@ -285,14 +282,9 @@ class Subspaces(State):
         for offload in set(self.offloads.values()):
             offload.synchronize()
 
-    def take_offload(self, offload: Offload, names: Iterable[str]) -> None:
-        """Have `offload` told of some weights, in place of what was until now."""
-        self.synchronize()
-        self.offloads |= dict.fromkeys(names, offload)
-
     def snapshot(self) -> dict[str, Any]:
         """See `Stateful`."""
-        weights = {name: WeightState.of(w) for name, w in self.weights.items()}
+        weights = {name: w.moved(torch.device("cpu"), w.variable.dtype) for name, w in self.weights.items()}
         stepped, drawn = tuple(sorted(self._stepped)), self.generator.get_state()
         state = SubspacesState(self.rewrite.subspace, weights, self.steps, self.forwards, self._checked_at, stepped, drawn)
         return to_plain(state)
@@ -301,22 +293,18 @@ class Subspaces(State):
         """See `Stateful`."""
         saved = from_plain(SubspacesState, snapshot, "subspaces")
         check_generator_state(saved.generator)
-        saved.check(self.names, self.rewrite.subspace)
-        subspaces = {
-            name: saved.weights[name].subspaces(name, w.shape, self.rewrite.subspace, w.subspace, w.variable)
-            for name, w in self.weights.items()
-        }
-        moments = {name: saved.weights[name].checked_moments(name, self.rewrite) for name, w in self.weights.items()}
+        for name in sorted(set(saved.weights) ^ set(self.names) | set(saved.stepped) - set(self.names)):
+            raise InputError(f"the checkpoint does not compress the same weights: {name} is in one of both alone.")
+        if saved.size != self.rewrite.subspace:
+            raise InputError(f"the checkpoint has subspace={saved.size}, this model {self.rewrite.subspace}: use the same Lsp.")
+        for name, weight in self.weights.items():
+            saved.weights[name].check(weight, self.rewrite)
+        moved = {n: saved.weights[n].moved(w.variable.device, w.variable.dtype) for n, w in self.weights.items()}
 
         def restore() -> None:
             self.synchronize()
-            for name, w in self.weights.items():
-                now, after = subspaces[name]
-                w.install(now)
-                w.next = after
-                state = saved.weights[name]
-                w.error, w.fits, w.skipped = state.error, state.fits, state.skipped
-                w.gathered, w.moments, w.batches = state.gathered, moments[name], state.batches
+            for name, weight in self.weights.items():
+                weight.restore(moved[name])
             self.steps, self.forwards, self._checked_at = saved.steps, saved.forwards, saved.checked_at
             self._stepped = set(saved.stepped)
             self.generator.set_state(saved.generator)
@@ -329,9 +317,12 @@ class Subspaces(State):
             if name in self.weights:
                 self.weights[name].variable.grad = None
 
-    def claim(self, names: Collection[str], beside: Iterable[int], changed: Changed) -> None:
+    def claim(self, names: Collection[str], beside: Iterable[int], changed: Changed, offload: Offload | None) -> None:
         """An optimizer takes over weights, and others `beside` them, by `id`; weights that none has taken get no gradient.
 
+        Args:
+            changed: told of new subspaces.
+            offload: told of these weights in place of what was until now.
         Raises:
             GraphoptError: it takes none.
         """
@@ -341,5 +332,7 @@ class Subspaces(State):
             if name in names:
                 w.changed = changed
             w.variable.requires_grad_(w.changed is not None)
+        if offload is not None:
+            self.synchronize()
+            self.offloads |= dict.fromkeys(names, offload)
         self._beside.update(beside)
-        self.used = True

@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
 from graphopt.passes.fields import require_names, require_number, require_one_of, require_seed, require_whole
-from graphopt.passes.lsp.choose import choose_compressions, fewest_flops, smaller_gradients
-from graphopt.passes.lsp.compressor import Compressor, Exchange, Part, given_inputs
-from graphopt.passes.lsp.offload_nodes import insert_offload
-from graphopt.passes.lsp.orders import ORDERS
+from graphopt.passes.lsp.choose import ORDERS, choose_compressions, fewest_flops, smaller_gradients
+from graphopt.passes.lsp.compressor import Compressor, Exchange, Part, gated, given_inputs
 from graphopt.passes.lsp.projectors import draw_subspace
 from graphopt.passes.lsp.weight_gradients import WeightGradient, find_weight_gradients
 from graphopt.passes.state import State
@@ -45,19 +43,19 @@ class Compressed:
     Attributes:
         weights: always the same ones once they are `settled`, since an optimizer holds their state.
         settled: the plan is made.
-        offload: the receivers to which compressed gradients are handed, and of gates; see `insert_offload`.
+        gates: the receiver of gates, where updates are applied in the forward; see `gated`.
         checking: the receiver to which a step hands the full gradients, where it does not compress them itself.
     """
 
     weights: tuple[str, ...]
     settled: bool = False
-    offload: tuple[int, int] | None = None
+    gates: int | None = None
     checking: int | None = None
 
     @property
     def key(self) -> Hashable:
         """See `Decision`. While a plan is looked for, the weights differ from one to the next."""
-        return self.weights, self.offload, self.checking
+        return self.weights, self.gates, self.checking
 
 
 @dataclass(frozen=True)
@@ -219,16 +217,15 @@ class Lsp(Technique):
         wanted = [name for name in names if name in computed]
         if mine is not None and mine.checking is not None:
             return {name: Exchange(mine.checking, names.index(name)) for name in wanted}, ()
-        choices = choose_compressions(graph, graph.batch_size, self, wanted, product_times)
+        choices = choose_compressions(graph, self, wanted, product_times)
         return {name: choices[name].order for name in wanted}, tuple(choices.values())
 
     def finish(self, plan: Plan, graph: TrainingGraph) -> TrainingGraph:
-        """The graph with what hands compressed gradients to the host in the middle of the backward, where that is asked for."""
+        """The graph that waits for updates where it reads weights, if these are applied in the forward."""
         mine = plan.decisions.get(self.name)
-        if mine is None or mine.offload is None or mine.checking is not None or not mine.weights:
+        if mine is None or mine.gates is None or mine.checking is not None:
             return graph
-        hand_to, gate_of = mine.offload
-        return insert_offload(graph, mine.weights, hand_to, gate_of)
+        return gated(graph, mine.weights, mine.gates)
 
     def section(
         self, plan: Plan, graph: TrainingGraph, reports: Sequence[PassReport], ran: Sequence[PassReport], state: State | None
@@ -257,9 +254,9 @@ class Lsp(Technique):
         )
 
     def alone(self, plan: Plan) -> Plan:
-        """See `Technique`: nothing is handed to the host in the middle of the backward."""
+        """See `Technique`: no weight has a gate."""
         mine = plan.decisions.get(self.name)
-        return plan if mine is None else plan.decided(self.name, replace(mine, offload=None))
+        return plan if mine is None else plan.decided(self.name, replace(mine, gates=None))
 
     def start(self, opt: OptimizedModule) -> State | None:
         """Draw projectors, and have the model's gradients compressed by them; None if nothing is compressed."""
@@ -269,7 +266,7 @@ class Lsp(Technique):
         if not mine.weights:
             return None
         subspaces = Subspaces(self, {name: tensors[name] for name in mine.weights}, opt.ranks)
-        opt.decide(self.name, replace(mine, offload=subspaces.offload))
+        opt.decide(self.name, replace(mine, gates=subspaces.gates))
         return subspaces
 
     def example_inputs(self, graph: TrainingGraph, seed: int) -> dict[InputDesc, Tensor]:
@@ -319,7 +316,7 @@ class Lsp(Technique):
                 if isinstance(given, Exchange):
                     rewriter.exchange(gradient, given)
                 else:
-                    rewriter.compress(gradient, given or fewest_flops(gradient, self, graph))
+                    rewriter.compress(gradient, given or fewest_flops(gradient, self, graph)[0])
             else:
                 left_alone.setdefault(name, "not asked for")
         rewriter.finish()

@@ -76,25 +76,23 @@ class Span:
     """Time between two moments of the device's work."""
 
     def __init__(self) -> None:
-        self._events: list[Any] = []
-        self._cuda = False
+        self._moments: list[Any] = []
 
     def mark(self, tensor: Tensor) -> None:
         """Note that `tensor` has been computed."""
         if tensor.is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(tensor.device))
-            self._cuda = True
-            self._events = [*self._events[:1], event]
+            moment: Any = torch.cuda.Event(enable_timing=True)
+            moment.record(torch.cuda.current_stream(tensor.device))
         else:
-            self._events = [*self._events[:1], time.perf_counter()]
+            moment = time.perf_counter()
+        self._moments[1:] = [moment]
 
     def seconds(self) -> float:
         """From the first moment to the last."""
-        if len(self._events) < 2:
+        if len(self._moments) < 2:
             return 0.0
-        first, last = self._events
-        if self._cuda:
-            last.synchronize()
-            return float(first.elapsed_time(last)) / 1e3
-        return float(last - first)
+        first, last = self._moments
+        if isinstance(last, float):
+            return float(last - first)
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3

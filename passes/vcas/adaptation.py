@@ -53,12 +53,13 @@ class Counts:
     history: list[Adaptation] = field(default_factory=list)
 
 
-@dataclass(kw_only=True)
-class ControllerState(Counts):
+@dataclass(frozen=True)
+class ControllerState:
     """What a checkpoint keeps; `recent` only holds batches that the next calibration may run on."""
 
     ratios: SampleRatios
     due: Any
+    counts: Counts
     recent: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     known: tuple[tuple[tuple[tuple[str, float], ...], float], ...]
     measured: tuple[str, str]

@@ -127,13 +127,9 @@ class _DominatorTree:
             children = self.children.get(deepest, [])
         chosen = self._between_blocks(self._places(path), keep_single=start is self.root)
         for branch in branches:
-            chosen += self._branch(branch)
+            found = self.choose(branch)
+            chosen += found if len(found) > 1 else []  # only where it has blocks that repeat, not in the inside of one block
         return chosen
-
-    def _branch(self, start: fx.Node) -> list[_Place]:
-        """Boundaries of a branch: only where it has blocks that repeat, not in the inside of one block."""
-        found = self.choose(start)
-        return found if len(found) > 1 else []
 
     def _places(self, path: Sequence[fx.Node]) -> list[_Place]:
         """The first node of a path with rows for each set of parameters below it, whole samples before flattened ones."""

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.state import State
@@ -179,48 +179,42 @@ class SamplingController(State):
         self._late = False
         try:
             with stage("calibrate"):
-                return self._calibrate(batch, batches)
+                return self._calibrate(batches)
         except (InputError, RankError):
             raise
         except Exception as error:
             self.opt.note(f"a calibration of the sampler failed ({first_line(error)}); its ratios stay as they are")
             return None
 
-    def _calibrate(self, batch: Any, batches: Sequence[Any]) -> Adaptation:
+    def _calibrate(self, batches: Sequence[Call]) -> Adaptation:
         """Measure on `batches`, adapt, and put in force."""
         start = time.perf_counter()
-        before = self.opt.plan.key
-        rows_variance, tokens_variance, flops_ratio = self._lower(batch, batches)
-        ratios = dict(self.ratios)
+        for state in self.opt.states.values():
+            state.synchronize()  # the step reads the weights
+        plan, call = self.opt.plan, batches[-1]
+        make = functools.partial(
+            measuring_step, self.opt.captures, plan.before_sampling(), *call, self.rewrite.seed + 1, self._step
+        )
+        self._step = step = self.opt.ranks.together(make, CALIBRATING)
+        self.opt.ranks.together(functools.partial(self._know, step, call), CALIBRATING)
+        seen, proposal = self._adapt(step, batches)
+        if proposal is not None:
+            self._install(proposal, call, step.batch_size)
+        terms, whole = sum(seen.tokens_variance.values()), sum(seen.weight_variance.values())
         adaptation = Adaptation(
             step=self.counts.steps,
             preserved=self.state.preserved,
-            rows_variance=rows_variance,
-            tokens_variance=tokens_variance,
-            rows={k.removeprefix(ROWS): v for k, v in ratios.items() if k.startswith(ROWS)},
-            tokens={k.removeprefix(TOKENS): v for k, v in ratios.items() if k.startswith(TOKENS)},
-            flops_ratio=flops_ratio,
+            rows_variance=_part(seen.rows_variance, seen.batch_variance),
+            tokens_variance=_part(terms, whole) if seen.tokens_variance else 0.0,
+            rows={k.removeprefix(ROWS): v for k, v in self.ratios if k.startswith(ROWS)},
+            tokens={k.removeprefix(TOKENS): v for k, v in self.ratios if k.startswith(TOKENS)},
+            flops_ratio=self._known[self.ratios],
             seconds=time.perf_counter() - start,
-            changed=self.opt.plan.key != before,
+            changed=self.opt.plan.key != plan.key,
         )
         self.counts.seconds += adaptation.seconds
         self.counts.history.append(adaptation)
         return adaptation
-
-    def _lower(self, batch: Any, batches: Sequence[Call]) -> tuple[float, float, float]:
-        """Lower the ratios of what is selected; returns `rows_variance`, `tokens_variance` and `flops_ratio` of `Adaptation`."""
-        for state in self.opt.states.values():
-            state.synchronize()  # the step reads the weights
-        plan, call = self.opt.plan.before_sampling(), as_call(batch)
-        make = functools.partial(measuring_step, self.opt.captures, plan, *call, self.rewrite.seed + 1, self._step)
-        self._step = step = self.opt.ranks.together(make, CALIBRATING)
-        self.opt.ranks.together(functools.partial(self._know, step, call), CALIBRATING)
-        seen, ratios = self._adapt(step, batches)
-        if ratios is not None:
-            self._install(ratios, batch, step.batch_size)
-        terms = sum(seen.tokens_variance.values())
-        terms = _part(terms, sum(seen.weight_variance.values())) if seen.tokens_variance else 0.0
-        return _part(seen.rows_variance, seen.batch_variance), terms, self._known[self.ratios]
 
     def snapshot(self) -> Any:
         """See `Stateful`. Batches are held only where the next calibration will run on them, and a file can hold them."""
@@ -230,7 +224,7 @@ class SamplingController(State):
         state = ControllerState(
             ratios=self.state,
             due=self.due.snapshot(),
-            **vars(self.counts),
+            counts=self.counts,
             recent=tuple(filter(holds, self._recent[-needed:] if needed else ())),
             known=tuple(self._known.items()),
             measured=self._measured,
@@ -251,7 +245,7 @@ class SamplingController(State):
         def restore() -> None:
             restore_count()
             self.state = saved.ratios
-            self.counts = Counts(**{f.name: getattr(saved, f.name) for f in fields(Counts)})
+            self.counts = saved.counts
             self._recent, self._known = list(saved.recent), known
             self._measured, self._calibrations, self._late = saved.measured, saved.calibrations, saved.late
             self._sooner_in = saved.sooner_in
@@ -320,20 +314,20 @@ class SamplingController(State):
         graph = self.opt.captures.graph(*call)
         return plan.sampled_part(graph, batch_size, plan.rewrite(graph, batch_size)[1])
 
-    def _install(self, ratios: SampleRatios, batch: Any, batch_size: int) -> None:
+    def _install(self, ratios: SampleRatios, call: Call, batch_size: int) -> None:
         """Put ratios in force, rounded to ones that are compiled or worth it."""
-        key = self.opt.ranks.together(functools.partial(self._worth_compiling, ratios, batch, batch_size), CALIBRATING)
+        key = self.opt.ranks.together(functools.partial(self._worth_compiling, ratios, call, batch_size), CALIBRATING)
         sizes = self.opt.ranks.same(SampleSizes(key, batch_size), CALIBRATING)
         self._known.setdefault(sizes.ratios, self._known[key])
         self.opt.decide(self.rewrite.name, sizes)
 
-    def _worth_compiling(self, ratios: SampleRatios, batch: Any, batch_size: int) -> Ratios:
+    def _worth_compiling(self, ratios: SampleRatios, call: Call, batch_size: int) -> Ratios:
         """The set of ratios to put in force for `ratios`: it is compiled, or its saving is worth it."""
         rounded = ratios.rounded
         wanted = {ROWS + n: r for n, r in rounded.rows.items()} | {TOKENS + n: r for n, r in rounded.tokens.items()}
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:
-            flops = self._cost(key, as_call(batch), batch_size)
+            flops = self._cost(key, call, batch_size)
             allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
             cheapest = min(allowed, key=lambda known: allowed[known])
             if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:

@@ -195,6 +195,6 @@ def _rows(state: SampleRatios, norms: Norms, preserved: float) -> dict[str, floa
     return {n: max(r, SMOOTHING * state.rows.get(n, 1.0) + (1 - SMOOTHING) * r) for n, r in wanted.items()}
 
 
-def bucket(ratio: float, levels: int = LEVELS) -> float:
-    """The smallest multiple of 1 / `levels` that is not below `ratio`."""
-    return min(1.0, max(1, math.ceil(ratio * levels - 1e-9)) / levels)
+def bucket(ratio: float) -> float:
+    """The smallest multiple of 1 / `LEVELS` that is not below `ratio`."""
+    return min(1.0, max(1, math.ceil(ratio * LEVELS - 1e-9)) / LEVELS)

@@ -50,7 +50,6 @@ def sample(graph: TrainingGraph, ratios: Mapping[str, float], draws: Draws | Giv
     if cuts or products:
         graph.module, graph.inputs, graph.refused = alone.module, alone.inputs, alone.refused
         RowLevels(graph, cuts, draws.rows).apply(sample_product)
-        draws.finish()
         graph.module.recompile()
     sites = [ROWS + b.name for b in boundaries] + [TOKENS + p.name for p in all_products]
     left = {name: "kept in full" for name in sites if name not in changed}
@@ -178,16 +177,12 @@ class Draws:
         return levels.emit(operator.getitem, (drawn, 0), anchor), levels.emit(operator.getitem, (drawn, 1), anchor)
 
     def _numbers(self, levels: RowLevels, anchor: fx.Node) -> fx.Node:
-        if self.uniforms is None:
-            example = self.graph.example
-            self.uniforms = self.graph.add_input(InputDesc("random", self.seed), fake_like(example, (2**40,), torch.float64))
         self.used += 2
+        value = fake_like(self.graph.example, (self.used,), torch.float64)
+        if self.uniforms is None:
+            self.uniforms = self.graph.add_input(InputDesc("random", self.seed), value)
+        self.uniforms.meta["val"] = value
         return levels.emit(aten.slice.Tensor, (self.uniforms, 0, self.used - 2, self.used), anchor)
-
-    def finish(self) -> None:
-        """Record how many numbers a step needs."""
-        if self.uniforms is not None:
-            self.uniforms.meta["val"] = fake_like(self.uniforms.meta["val"], (self.used,), torch.float64)
 
 
 class GivenDraws:
@@ -208,6 +203,3 @@ class GivenDraws:
         for what, kind in (("rows", torch.int64), ("scale", torch.float64)):
             inputs.append(self.graph.add_input(InputDesc("given", (site, what, whole)), fake_like(value, (count,), kind)))
         return inputs[0], inputs[1]
-
-    def finish(self) -> None:
-        """Nothing is left to do."""

@@ -64,13 +64,13 @@ def make_probe(graph: TrainingGraph, seed: int) -> Probe:
     parents: dict[str, str | None] = {}
     for site, boundary in enumerate(boundaries):
         parents[boundary.name] = None if boundary.parent is None else boundaries[boundary.parent].name
-        node, anchor = boundary.node, boundary.node.next
+        node, anchor, users = boundary.node, boundary.node.next, list(boundary.node.users)
         rows = levels.rows_of(node)
         norms = levels.row_norms(node, rows, anchor)
         scale = levels.emit(operator.getitem, (scales(norms, site, anchor), 0), anchor)
         scaled = levels.scale_rows(node, rows, scale, anchor)
-        others = set(node.users) - _back_to(node, anchor)
-        node.replace_all_uses_with(scaled, delete_user_cb=others.__contains__, propagate_meta=False)
+        for user in users:
+            user.replace_input_with(node, scaled)
         measured.add_backward_output(f"norms {boundary.name}", norms)
         above |= dict.fromkeys(descendants([scaled]), boundary.name)
     tokens = {}
@@ -89,13 +89,3 @@ def _weights(levels: RowLevels, product: fx.Node) -> fx.Node:
     operands = ((product.args[0], 1), (product.args[1], 0))
     sizes = tuple(levels.row_norms(n, BatchDim(dim, 1), product) for n, dim in operands)  # type: ignore[arg-type]
     return levels.emit(aten.mul.Tensor, sizes, product)
-
-
-def _back_to(node: fx.Node, end: fx.Node) -> set[fx.Node]:
-    """The nodes emitted between `node` and `end`: those that compute its norms and scale it."""
-    found = set()
-    current = node.next
-    while current is not end:
-        found.add(current)
-        current = current.next
-    return found

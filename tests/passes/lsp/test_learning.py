@@ -41,10 +41,12 @@ def test_columns_are_orthonormal_distinct_in_a_row_and_balanced(sizes: tuple[int
     for i in range(gradients):
         blocks = blocks.add(random(m, n, seed=i))
     projector = blocks.projector(s, d)
-    assert projector.columns.shape == projector.values.shape == (m, d)
-    assert all(len(set(row)) == d for row in projector.columns.tolist())
-    assert int(projector.columns.max()) < s
-    assert projector.rows.shape == (s, entries_per_column(m, d, s))
+    assert projector.values.shape == (m, d)
+    if d < s:
+        assert projector.columns.shape == (m, d)
+        assert all(len(set(row)) == d for row in projector.columns.tolist())
+        assert int(projector.columns.max()) < s
+        assert projector.rows.shape == (s, entries_per_column(m, d, s))
     used = s // d * d
     gram = projector.dense().t() @ projector.dense()
     torch.testing.assert_close(gram[:used, :used], torch.eye(used, dtype=EXACT))
@@ -92,7 +94,7 @@ def test_large_blocks_are_divided_and_their_parts_share_columns(sizes: tuple[int
     projector = blocks.projector(s, d)
     gram = projector.dense().t() @ projector.dense()
     torch.testing.assert_close(gram, torch.diag(torch.arange(s) < s // d * d).to(EXACT))
-    assert int(projector.columns.flatten().bincount().max()) <= entries_per_column(m, d, s)
+    assert projector.is_dense or int(projector.columns.flatten().bincount().max()) <= entries_per_column(m, d, s)
 
 
 def test_a_vocabulary_is_learned_in_small_blocks() -> None:

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 from graphopt.passes import Lsp
-from graphopt.passes.lsp.offload import Offload
-from graphopt.passes.lsp.transition import Durations, transition_layer
-from graphopt.passes.lsp.workers import Worker
+from graphopt.passes.lsp.offload import Durations, Offload, Worker, transition_layer
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
@@ -397,7 +395,6 @@ def test_workers_serve_in_order_until_one_below_the_transition_layer_waits(sites
     while waiting:
         wanted.append(waiting.pop(-1 if any(site in newest for _, site in waiting) else 0)[0])
     assert order == wanted
-    worker.close()
 
 
 def test_threads_end_with_the_optimizer() -> None:
@@ -405,12 +402,11 @@ def test_threads_end_with_the_optimizer() -> None:
     train(opt, optimizer, range(2))
     optimizer.synchronize()
     workers = [optimizer.offload.out, optimizer.offload.host, optimizer.offload.back]
-    threads = [w._thread for w in workers]
-    del optimizer, opt
-    for worker in workers:
-        worker.close()
+    threads = [thread for worker in workers for thread in worker._thread._threads]
+    assert len(threads) == 3
+    del optimizer, opt, workers
+    gc.collect()
     for thread in threads:
-        assert thread is not None
         thread.join(5)
         assert not thread.is_alive()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import expecttest
 import pytest
 import torch
 from graphopt.passes import GreenTrainer, Lsp, run_pass
-from graphopt.passes.lsp.choose import choose_compressions
-from graphopt.passes.lsp.orders import ORDERS, CompressionShape, order_flops
+from graphopt.passes.lsp.choose import ORDERS, CompressionShape, choose_compressions, order_flops
 from graphopt.passes.lsp.weight_gradients import find_weight_gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -172,13 +172,13 @@ def test_flops_of_an_order_are_those_that_run(order: str, nonzeros: int) -> None
 
 def test_the_planner_takes_what_costs_least_at_the_batch_at_hand() -> None:
     model = nn.Linear(64, 64, bias=False)
-    graph = capture(model, (torch.randn(4, 64),))
+    graphs = {b: replace(capture(model, (torch.randn(4, 64),)), batch_size=b) for b in (2, 4096)}
     rewrite = Lsp(subspace=16, nonzeros=4, criterion="flops")
-    chosen = {b: choose_compressions(graph, b, rewrite, ["weight"], lambda *_: None)["weight"] for b in (2, 4096)}
+    chosen = {b: choose_compressions(graph, rewrite, ["weight"], lambda *_: None)["weight"] for b, graph in graphs.items()}
     assert chosen[2].order in ORDERS
     assert chosen[4096].order == "activations"
     assert chosen[4096].flops < chosen[4096].formed_flops == 2 * 64 * 64 * 4096
-    timed = choose_compressions(graph, 4096, Lsp(subspace=16, nonzeros=4), ["weight"], _Times)["weight"]
+    timed = choose_compressions(graphs[4096], Lsp(subspace=16, nonzeros=4), ["weight"], _Times)["weight"]
     assert timed.order == "formed"
     assert timed.seconds == (1.0 + 2 * 50.0, 1.0 + 2 * 50.0)
     assert "formed" in str(timed)
