@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
-from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
+from graphopt.analysis.memory import Block, Category, MemoryProfile, Row, held_block
+from graphopt.analysis.optimizers import OptimizerFactory, optimizer_memory
 from graphopt.analysis.recording import RecordedStorage, Recording
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
 from graphopt.capture import tiled, unchanged_rng
 from graphopt.compat import pytree
 from graphopt.errors import CaptureError, GraphoptError, InputError
-from graphopt.graph import BATCH
+from graphopt.graph import BATCH, Parameter
 from graphopt.loss import LossFunction, scalar_loss
 
 MULTIPLES = (1, 2, 3, 4)
@@ -32,22 +33,11 @@ MULTIPLES = (1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A tensor that exists before and after the step."""
-
-    name: str
-    category: Category
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
-
-
-@dataclass(frozen=True)
 class _Run:
-    """One recorded step; `gradients` by position among the storages."""
+    """One recorded step: what exists before and after it, and its storages; `gradients` by position among these."""
 
-    held: tuple[_Held, ...]
-    trained: tuple[Trained, ...]
+    held: tuple[Block, ...]
+    trained: tuple[Parameter, ...]
     operators: tuple[str, ...]
     forward_end: int
     storages: tuple[RecordedStorage, ...]
@@ -94,24 +84,14 @@ def eager_memory(
         *(Row(name, "forward" if i < run.forward_end else "backward") for i, name in enumerate(run.operators)),
         *(Row(f"{optimizing.name}: {name}", "optimizer") for name in optimizing.operators or ("step",)),
     ]
-    end, blocks = len(rows) - 1, []
+    end = len(rows) - 1
     held_sizes, storage_sizes = sizes[: len(run.held)], sizes[len(run.held) :]
-    for held, size in zip(run.held, held_sizes, strict=True):
-        why = f"{held.category}, for the whole step"
-        module = held.name.rpartition(".")[0]
-        blocks.append(Block(held.name, module, held.shape, held.dtype, held.category, size, 0, end, why))
-    for name, state, state_bytes in optimizing.states:
-        why = "optimizer state, for the whole step"
-        module = name.rpartition(".")[0]
-        size = sympy.Integer(state_bytes)
-        blocks.append(Block(f"{name}: {state}", module, (), "", "optimizer state", size, 0, end, why))
+    blocks = [replace(held, size=size, last=end) for held, size in zip(run.held, held_sizes, strict=True)]
+    blocks += [held_block(f"{n}: {state}", "optimizer state", sympy.Integer(size), end) for n, state, size in optimizing.states]
     for i, (storage, size) in enumerate(zip(run.storages, storage_sizes, strict=True)):
         blocks.append(_block(run, i, storage, size, end))
     first = len(run.operators)
-    for t in optimizing.temporaries:
-        why = "temporary of the optimizer"
-        size = sympy.Integer(t.size)
-        blocks.append(Block(t.name, "", t.shape, t.dtype, "temporary", size, first + t.born, first + t.last, why))
+    blocks += [replace(t, born=first + t.born, last=first + t.last) for t in optimizing.temporaries]
     return MemoryProfile(
         tuple(rows),
         tuple(blocks),
@@ -159,7 +139,7 @@ def _record(
     del leaves
     mode = compat.fake_mode_of([*fake.parameters(), *fake_inputs])
     recording = Recording()
-    held = [
+    held: list[tuple[Category, str, Tensor]] = [
         *(("parameter", n, p) for n, p in fake.named_parameters()),
         *(("buffer", n, b) for n, b in fake.named_buffers()),
         *(("input", f"input {i}", t) for i, t in enumerate(fake_inputs)),
@@ -175,7 +155,7 @@ def _record(
                 value, _ = scalar_loss(output, loss)
                 if not keep:
                     del output
-                recording.mark("forward")
+                forward_end = len(recording.operators)
                 value.backward()
         except GraphoptError:
             raise
@@ -190,31 +170,22 @@ def _record(
             storage = None if parameter.grad is None else recording.storage_of(parameter.grad)
             if storage is not None:
                 gradients[next(i for i, s in enumerate(recording.storages) if s is storage)] = name
-        final = tuple(RecordedStorage(s.operator, s.shape, s.dtype, s.size, s.born, s.last) for s in recording.storages)
-    kept = [_Held(n, c, tuple(t.shape), str(t.dtype), t.untyped_storage().nbytes()) for c, n, t in held]  # type: ignore[arg-type]
+        final = tuple(map(replace, recording.storages))  # as they are now
     if accumulating:
-        kept += [
-            _Held(f"gradient of {n}", "gradient", tuple(p.shape), str(p.dtype), p.untyped_storage().nbytes())
-            for n, p in parameters.items()
-        ]
-    trained = tuple(Trained(n, tuple(p.shape), p.dtype) for n, p in parameters.items())
+        held += [("gradient", f"gradient of {n}", p) for n, p in parameters.items()]
+    sizes = [sympy.Integer(tensor.untyped_storage().nbytes()) for _, _, tensor in held]
+    kept = [held_block(n, c, size, 0, t.shape, str(t.dtype)) for (c, n, t), size in zip(held, sizes, strict=True)]
+    trained = tuple(Parameter(n, tuple(p.shape), p.dtype, True) for n, p in parameters.items())
     device = next(iter(parameters.values())).device
-    return _Run(tuple(kept), trained, tuple(recording.operators), recording.marks["forward"], final, gradients, device)
+    return _Run(tuple(kept), trained, tuple(recording.operators), forward_end, final, gradients, device)
 
 
-@contextlib.contextmanager
-def _as_if_eager() -> Iterator[None]:
+def _as_if_eager() -> contextlib.AbstractContextManager[object]:
     """transformers takes other paths when it meets fake tensors (masks that it would skip); here it is not to notice them."""
     library = sys.modules.get("transformers.utils.import_utils")
-    if library is None or not hasattr(library, "is_fake_tensor"):
-        yield
-        return
-    original = library.is_fake_tensor
-    library.is_fake_tensor = lambda value: False  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        library.is_fake_tensor = original  # type: ignore[attr-defined]
+    if not hasattr(library, "is_fake_tensor"):
+        return contextlib.nullcontext()
+    return mock.patch.object(library, "is_fake_tensor", return_value=False)
 
 
 def _formulas(runs: Sequence[_Run], batch: int) -> tuple[list[sympy.Expr], bool]:

@@ -140,11 +140,9 @@ def flop_profile(graph: TrainingGraph) -> FlopProfile:
     shared, private = _split_private(graph, forward, flops, serves)
 
     names = list(gradients)
-    alone: dict[str, sympy.Expr] = {}
     positions = {node: i for i, node in enumerate(graph.graph.nodes)}
-    for i, name in enumerate(names):
-        alone[name] = sympy.Add(*(flops[n] for n in shared if serves[n] >> i & 1))
-    depth = {name: int(alone[name].subs(BATCH, graph.batch_size)) for name in names}
+    alone = [sympy.Add(*(flops[n] for n in shared if serves[n] >> i & 1)) for i in range(len(names))]
+    depth = {name: int(formula.subs(BATCH, graph.batch_size)) for name, formula in zip(names, alone, strict=True)}
     order = tuple(sorted(names, key=lambda name: (depth[name], positions[gradients[name]])))
 
     rank = {names.index(name): i for i, name in enumerate(order)}

@@ -6,10 +6,10 @@ it exists. Everything else (the peak, its phase, the largest batch that fits) is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import sympy
@@ -18,10 +18,8 @@ from graphopt.budget import parse_bytes
 from graphopt.errors import InputError
 from graphopt.graph import BATCH
 
-Category = Literal["parameter", "buffer", "input", "gradient", "optimizer state", "saved activation", "temporary"]
-CATEGORIES: tuple[Category, ...] = (
-    "parameter", "buffer", "input", "optimizer state", "gradient", "saved activation", "temporary",
-)  # fmt: skip
+Category = Literal["parameter", "buffer", "input", "optimizer state", "gradient", "saved activation", "temporary"]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 PHASES = ("forward", "backward", "optimizer")
 _LARGEST_BATCH = 2**40
 
@@ -58,6 +56,14 @@ class Block:
     born: int
     last: int
     why: str
+
+
+def held_block(
+    name: str, category: Category, size: sympy.Expr, last: int, shape: Iterable[Any] = (), dtype: str = "", why: str = ""
+) -> Block:
+    """A storage that exists during the whole step, whose last row is `last`."""
+    why = f"{why or category}, for the whole step"
+    return Block(name, name.rpartition(".")[0], tuple(shape), dtype, category, size, 0, last, why)
 
 
 @dataclass(frozen=True)
@@ -156,15 +162,7 @@ class MemoryProfile:
         np.add.at(allocated, born, self._sizes)
         np.add.at(freed, last, self._sizes)
         return tuple(
-            TimelineRow(
-                i,
-                row.node,
-                row.phase,
-                int(allocated[i]),
-                int(freed[i]),
-                int(self._live[i]),
-                self._breakdown(i),
-            )
+            TimelineRow(i, row.node, row.phase, int(allocated[i]), int(freed[i]), int(self._live[i]), self._breakdown(i))
             for i, row in enumerate(self.rows)
         )
 
@@ -194,7 +192,6 @@ class MemoryProfile:
             InputError: the model fixes the batch, or every batch fits.
         """
         limit = parse_bytes(capacity)
-
         return largest_batch(lambda batch: self.at(batch).peak_bytes <= limit)
 
     @cached_property

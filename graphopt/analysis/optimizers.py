@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 
 from graphopt import compat
+from graphopt.analysis.memory import Block
 from graphopt.analysis.recording import Recording
 from graphopt.errors import InputError
+from graphopt.graph import Parameter
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -39,18 +42,6 @@ EIGHT_BIT_MINIMUM = 4096
 
 
 @dataclass(frozen=True)
-class Temporary:
-    """A storage that exists during some of the optimizer's operators only; positions count those."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
-    born: int
-    last: int
-
-
-@dataclass(frozen=True)
 class OptimizerMemory:
     """What an optimizer adds to a step.
 
@@ -58,22 +49,13 @@ class OptimizerMemory:
         name: as it was asked for.
         states: (parameter, state, bytes) of everything it holds between steps.
         operators: what its step runs, in order.
-        temporaries: what that allocates and releases again.
+        temporaries: what that allocates and releases again; their rows are positions among the operators.
     """
 
     name: str
     states: tuple[tuple[str, str, int], ...] = ()
     operators: tuple[str, ...] = ()
-    temporaries: tuple[Temporary, ...] = ()
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A trained parameter: name, shape, dtype."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    temporaries: tuple[Block, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 def optimizer_memory(
     optimizer: str | OptimizerFactory | torch.optim.Optimizer | None,
-    parameters: Sequence[Trained],
+    parameters: Sequence[Parameter],
     device: torch.device,
     master_weights: bool = False,
 ) -> OptimizerMemory:
@@ -130,7 +112,7 @@ def optimizer_memory(
     if master_weights:
         half = [p for p in parameters if p.dtype in (torch.float16, torch.bfloat16)]
         masters = [(p.name, "float32 master copy", 4 * math.prod(p.shape)) for p in half]
-        parameters = [Trained(p.name, p.shape, torch.float32) if p in half else p for p in parameters]
+        parameters = [replace(p, dtype=torch.float32) if p in half else p for p in parameters]
     if isinstance(optimizer, str) and optimizer in _EIGHT_BIT:
         found = OptimizerMemory(optimizer, tuple(_eight_bit_states(parameters, _EIGHT_BIT[optimizer])), ("step",))
     else:
@@ -140,7 +122,8 @@ def optimizer_memory(
         found = record(name, factory, tuple(parameters), device) if parameters else OptimizerMemory(name)
     shift = len(masters)
     operators = (*(f"float32 gradient of {p}" for p, _, _ in masters), *found.operators)
-    upcast = [Temporary(operators[i], (), "torch.float32", size, i, len(operators) - 1) for i, (_, _, size) in enumerate(masters)]
+    end = len(operators) - 1
+    upcast = [_temporary(operators[i], (), "torch.float32", size, i, end) for i, (_, _, size) in enumerate(masters)]
     shifted = [replace(t, born=t.born + shift, last=t.last + shift) for t in found.temporaries]
     return OptimizerMemory(found.name, (*masters, *found.states), operators, (*upcast, *shifted))
 
@@ -183,7 +166,7 @@ def _factory(optimizer: Any, device: torch.device) -> tuple[str, OptimizerFactor
     return optimizer, _Alike.of(_FACTORIES[base], options)
 
 
-def _recorded(name: str, factory: OptimizerFactory, parameters: tuple[Trained, ...], device: torch.device) -> OptimizerMemory:
+def _recorded(name: str, factory: OptimizerFactory, parameters: tuple[Parameter, ...], device: torch.device) -> OptimizerMemory:
     """The second step of a real optimizer on fake parameters; the first one makes the states."""
     with compat.new_fake_mode():
         fakes = [nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=device)) for p in parameters]
@@ -210,7 +193,7 @@ def _recorded(name: str, factory: OptimizerFactory, parameters: tuple[Trained, .
         )
         end = len(recording.operators) - 1
         temporaries = tuple(
-            Temporary(s.operator, s.shape, s.dtype, s.size, s.born, end if s.last is None else s.last)
+            _temporary(s.operator, s.shape, s.dtype, s.size, s.born, end if s.last is None else s.last)
             for s in recording.storages
             if s.size
         )
@@ -221,7 +204,11 @@ _recorded_once = functools.lru_cache(16)(_recorded)
 """Many plans that are compared under a limit on memory train the same tensors: what the optimizer holds is recorded once."""
 
 
-def _eight_bit_states(parameters: Sequence[Trained], count: int) -> Iterable[tuple[str, str, int]]:
+def _temporary(name: str, shape: tuple[int, ...], dtype: str, size: int, born: int, last: int) -> Block:
+    return Block(name, "", shape, dtype, "temporary", sympy.Integer(size), born, last, "temporary of the optimizer")
+
+
+def _eight_bit_states(parameters: Sequence[Parameter], count: int) -> Iterable[tuple[str, str, int]]:
     """Block-wise 8-bit states (Dettmers et al., 2022): a byte per element, a float32 scale per block."""
     for p in parameters:
         elements = math.prod(p.shape)

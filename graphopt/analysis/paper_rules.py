@@ -33,8 +33,20 @@ aten = torch.ops.aten
 
 @dataclass
 class _Tally:
-    """Multiply-adds per parameter, as the rules are applied."""
+    """Multiply-adds per parameter, as the rules are applied.
 
+    Attributes:
+        weights: see `weight_of`.
+        looked_up: tables of embeddings.
+        heads: products with such a table, and their multiply-adds; where their dy belongs is known once the order is.
+        last: the parameter that was read last.
+    """
+
+    graph: TrainingGraph
+    weights: dict[fx.Node, str]
+    looked_up: set[str]
+    heads: list[tuple[str, sympy.Expr]] = field(default_factory=list)
+    last: str = ""
     forward: list[sympy.Expr] = field(default_factory=list)
     own: dict[str, list[sympy.Expr]] = field(default_factory=lambda: defaultdict(list))
     passed: dict[str, list[sympy.Expr]] = field(default_factory=lambda: defaultdict(list))
@@ -43,6 +55,46 @@ class _Tally:
         self.forward.append(sympy.sympify(fp))
         self.own[name].append(sympy.sympify(dw))
         self.passed[name].append(sympy.sympify(dy))
+
+    def product(self, node: fx.Node, macs: sympy.Expr) -> None:
+        """Rules for a matrix product or fused attention."""
+        read = [n for n in node.all_input_nodes if n in self.weights]
+        operands = [self.weights[n] for n in read if len(_shape_of(n)) > 1]
+        if not operands:  # attention: two activations
+            if self.last:
+                self.add(self.last, fp=macs, dy=2 * macs)
+            return
+        self.last = name = operands[-1]
+        if name in self.looked_up:
+            self.add(name, fp=macs, dw=macs)
+            self.heads.append((name, macs))
+        else:
+            self.add(name, fp=macs, dw=macs, dy=macs)
+        bias = next((self.weights[n] for n in read if len(_shape_of(n)) == 1), None)
+        if bias is not None:
+            elements = self._elements(node)
+            self.add(bias, fp=elements, dw=elements)
+            self.last = bias
+
+    def elementwise(self, node: fx.Node, read: list[str]) -> None:
+        """Rules for embeddings, normalisation and separate biases."""
+        elements, arguments = self._elements(node), list[Any](node.args)
+        if node.target is aten.embedding.default:
+            self.add(read[0], fp=elements, dw=sympy.prod(_shape_of(arguments[0])))
+        elif node.target is aten.native_layer_norm.default:
+            scale, shift = arguments[2:4]
+            if scale in self.weights:
+                self.add(self.weights[scale], fp=elements, dw=elements, dy=elements)
+            if shift in self.weights:
+                self.add(self.weights[shift], fp=elements)
+        elif node.target is aten.mul.Tensor:  # the scale of an RMS norm
+            self.add(read[0], fp=elements, dw=elements, dy=elements)
+        elif node.target is aten.add.Tensor:  # a bias added on its own
+            self.add(read[0], fp=elements, dw=elements)
+        self.last = read[-1]
+
+    def _elements(self, node: fx.Node) -> sympy.Expr:
+        return sympy.prod([self.graph.formula(size) for size in _shape_of(node)])
 
 
 def paper_profile(graph: TrainingGraph) -> FlopProfile:
@@ -55,27 +107,23 @@ def paper_profile(graph: TrainingGraph) -> FlopProfile:
     forward = ancestors(graph.forward_results())
     nodes = [n for n in graph.graph.nodes if n in forward and n.op == "call_function"]
     shortened = _cross_attention_scale(graph, nodes, weights)
-    tally = _Tally()
-    first_read: dict[str, int] = {}
-    heads: list[tuple[str, sympy.Expr]] = []
     looked_up = {weights[n.args[0]] for n in nodes if n.target is aten.embedding.default and n.args[0] in weights}
-    last = ""
+    tally = _Tally(graph, weights, looked_up)
+    first_read: dict[str, int] = {}
     for position, node in enumerate(nodes):
         read = [weights[n] for n in node.all_input_nodes if n in weights]
         if read and node in weights:
             continue  # a change of layout of the parameter itself
         macs = graph.formula(node_flops(node)) / 2
         if macs != 0:
-            macs *= shortened.get(node, 1)
-            last = _product(tally, graph, node, weights, macs, looked_up, heads, last)
+            tally.product(node, macs * shortened.get(node, 1))
         elif read:
-            _elementwise(tally, graph, node, read, weights)
-            last = read[-1]
+            tally.elementwise(node, read)
         for name in read:
             first_read.setdefault(name, position)
     shapes = {p.name: p.shape for p in graph.trainable}
     order = tuple(sorted((n for n in first_read if n in shapes), key=lambda n: -first_read[n]))
-    for head, macs in heads:
+    for head, macs in tally.heads:
         nearest = next((n for n in order if n != head), head)
         tally.passed[nearest].append(macs)
     own, passed = ({n: 2 * sympy.Add(*parts) for n, parts in of.items()} for of in (tally.own, tally.passed))
@@ -92,58 +140,6 @@ def paper_profile(graph: TrainingGraph) -> FlopProfile:
         rows=tuple(TensorFlops(n, shapes[n], True, own.get(n, zero), passed.get(n, zero)) for n in order),
         symbolic=graph.symbolic,
     )
-
-
-def _product(
-    tally: _Tally,
-    graph: TrainingGraph,
-    node: fx.Node,
-    weights: dict[fx.Node, str],
-    macs: sympy.Expr,
-    looked_up: set[str],
-    heads: list[tuple[str, sympy.Expr]],
-    last: str,
-) -> str:
-    """Rules for a matrix product or fused attention; returns the parameter that was read last."""
-    operands = [weights[n] for n in node.all_input_nodes if n in weights and len(_shape_of(n)) > 1]
-    if not operands:  # attention: two activations
-        if last:
-            tally.add(last, fp=macs, dy=2 * macs)
-        return last
-    name = operands[-1]
-    if name in looked_up:  # a tied head; where its dy belongs is known once the order is
-        tally.add(name, fp=macs, dw=macs)
-        heads.append((name, macs))
-    else:
-        tally.add(name, fp=macs, dw=macs, dy=macs)
-    bias = next((weights[n] for n in node.all_input_nodes if n in weights and len(_shape_of(n)) == 1), None)
-    if bias is None:
-        return name
-    elements = _elements(graph, node.meta["val"])
-    tally.add(bias, fp=elements, dw=elements)
-    return bias
-
-
-def _elementwise(tally: _Tally, graph: TrainingGraph, node: fx.Node, read: list[str], weights: dict[fx.Node, str]) -> None:
-    """Rules for embeddings, normalisation and separate biases."""
-    value = node.meta["val"]
-    if node.target is aten.embedding.default:
-        table = next(p for p in graph.parameters if p.name == read[0])
-        tally.add(read[0], fp=_elements(graph, value), dw=sympy.prod(table.shape))
-    elif node.target is aten.native_layer_norm.default:
-        elements = _elements(graph, value[0])
-        arguments: tuple[Any, ...] = node.args
-        scale, shift = arguments[2], arguments[3]
-        if scale in weights:
-            tally.add(weights[scale], fp=elements, dw=elements, dy=elements)
-        if shift in weights:
-            tally.add(weights[shift], fp=elements)
-    elif node.target is aten.mul.Tensor and isinstance(value, Tensor):  # the scale of an RMS norm
-        elements = _elements(graph, value)
-        tally.add(read[0], fp=elements, dw=elements, dy=elements)
-    elif node.target is aten.add.Tensor and isinstance(value, Tensor):  # a bias added on its own
-        elements = _elements(graph, value)
-        tally.add(read[0], fp=elements, dw=elements)
 
 
 def _cross_attention_scale(graph: TrainingGraph, nodes: list[fx.Node], weights: dict[fx.Node, str]) -> dict[fx.Node, sympy.Expr]:
@@ -190,7 +186,3 @@ def _shape_of(node: Any) -> tuple[Any, ...]:
     value = node.meta.get("val")
     value = value[0] if isinstance(value, (tuple, list)) else value
     return tuple(value.shape) if isinstance(value, Tensor) else ()
-
-
-def _elements(graph: TrainingGraph, value: Tensor) -> sympy.Expr:
-    return sympy.prod([graph.formula(s) for s in value.shape])

@@ -49,11 +49,9 @@ def as_matrix(node: fx.Node) -> Matrix:
             break
         if _transposes(node):
             transposed = not transposed
-        elif node.target in VIEWS and keeps_rows(node):
-            pass
         elif (factor := scalar_factor(node)) is not None:
             scale *= factor
-        elif node.target not in _SAME_VALUES:
+        elif not same_tensor(node):
             break
         node = source
     return Matrix(node, transposed, scale)
@@ -68,12 +66,10 @@ def _transposes(node: fx.Node) -> bool:
     return node.target is aten.t.default and node.meta["val"].dim() == 2
 
 
-def keeps_rows(node: fx.Node) -> bool:
+def _keeps_rows(node: fx.Node) -> bool:
     """Whether a view keeps the last dimension, so that the flattened rows stay the same."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    before, after = source.meta["val"], node.meta["val"]
-    return before.dim() > 0 and after.dim() > 0 and _same_size(before.shape[-1], after.shape[-1])
+    before, after = (list(n.meta["val"].shape[-1:]) for n in (node.args[0], node))  # type: ignore[union-attr]
+    return bool(before) and all(isinstance(size, int) for size in (*before, *after)) and before == after
 
 
 def scalar_factor(node: fx.Node) -> float | None:
@@ -116,10 +112,6 @@ def _is_impure(node: fx.Node) -> bool:
     return _RANDOM in node.target.tags or is_in_place(node.target)  # type: ignore[union-attr]
 
 
-def _same_size(left: Any, right: Any) -> bool:
-    return isinstance(left, int) and isinstance(right, int) and left == right
-
-
 def same_shape(left: fx.Node, right: fx.Node) -> bool:
     """Whether two nodes' tensors have equal shapes, for every batch size."""
     shapes = [tuple(expression(size) for size in node.meta["val"].shape) for node in (left, right)]
@@ -128,7 +120,7 @@ def same_shape(left: fx.Node, right: fx.Node) -> bool:
 
 def same_tensor(node: fx.Node) -> bool:
     """Whether a node passes its first argument on: the same rows, the same values."""
-    return (node.target in VIEWS and keeps_rows(node)) or node.target in _SAME_VALUES
+    return (node.target in VIEWS and _keeps_rows(node)) or node.target in _SAME_VALUES
 
 
 def widened(node: fx.Node) -> fx.Node | None:

@@ -43,7 +43,6 @@ class Recording(compat.DispatchMode):
 
     operators: list[str] = field(default_factory=list)
     storages: list[RecordedStorage] = field(default_factory=list)
-    marks: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -53,10 +52,6 @@ class Recording(compat.DispatchMode):
         """Leave these tensors' storages out: they exist already."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), None)
-
-    def mark(self, name: str) -> None:
-        """Remember how many operators have run by now."""
-        self.marks[name] = len(self.operators)
 
     def storage_of(self, tensor: Tensor) -> RecordedStorage | None:
         """The record of a tensor's storage; None if it was made before."""

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from graphopt.compat import OpOverload
+
+if TYPE_CHECKING:
+    from graphopt.analysis.row_axes import Rules
 
 aten = torch.ops.aten
 
@@ -67,24 +70,13 @@ _NORM_BACKWARD = frozenset({aten.native_layer_norm_backward.default, aten._fused
 """Operators that return the gradient of the input, row by row, then sums over rows."""
 _NORM = frozenset({aten.native_layer_norm.default, aten._fused_rms_norm.default})
 NLL, NLL_BACKWARD = aten.nll_loss_forward.default, aten.nll_loss_backward.default
+NONE, MEAN = 0, 1
+"""Reductions of an NLL loss: a value for each row, or their mean."""
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 ROWS_FIRST = frozenset({*_NORM_BACKWARD, ATTENTION_BACKWARD})
 """Operators of several results of which only the first has rows."""
-
-
-class Sizes(Protocol):
-    """What rules know of a graph; see `graphopt.analysis.row_axes.Rules`."""
-
-    @property
-    def length(self) -> int:
-        """T, how many rows there are."""
-        ...
-
-    def shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Of a tensor, or of the first result of an operator."""
-        ...
 
 
 def first_value(node: fx.Node) -> Tensor | None:
@@ -123,7 +115,7 @@ def is_zero(argument: Any) -> bool:
     return argument.target in zeros or (value is not None and arguments(argument)[value] == 0)
 
 
-def elementwise(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def elementwise(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Each element from those at its place; smaller arguments are broadcast."""
     shape, found = rules.shape(node), {}
     for argument in tensors_of(node):
@@ -133,7 +125,7 @@ def elementwise(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return found
 
 
-def _view(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _view(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     argument = tensors_of(node)[0]
     there = in_other_sizes(rules.shape(node), axis, rules.shape(argument), rules.length)
     return None if there is None else {argument: there}
@@ -152,17 +144,17 @@ def in_other_sizes(shape: tuple[int, ...], axis: Axis, sizes: tuple[int, ...], l
     return None
 
 
-def _moved(order: Callable[[Sizes, fx.Node], list[int]]) -> Callable[[Sizes, fx.Node, Axis], Read | None]:
+def _moved(order: Callable[[Rules, fx.Node], list[int]]) -> Callable[[Rules, fx.Node, Axis], Read | None]:
     """Dimensions in another order, `order` of which says where each comes from; -1: from nowhere."""
 
-    def rule(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+    def rule(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
         dim = order(rules, node)[axis.dim]
         return {tensors_of(node)[0]: replace(axis, dim=dim)} if dim >= 0 else None
 
     return rule
 
 
-def _transposed(rules: Sizes, node: fx.Node) -> list[int]:
+def _transposed(rules: Rules, node: fx.Node) -> list[int]:
     dims = list(range(len(rules.shape(node))))
     one, other = (0, 1) if node.target is aten.t.default else (d % len(dims) for d in arguments(node)[1:3])
     if len(dims) > 1:
@@ -170,38 +162,38 @@ def _transposed(rules: Sizes, node: fx.Node) -> list[int]:
     return dims
 
 
-def _permuted(rules: Sizes, node: fx.Node) -> list[int]:
+def _permuted(rules: Rules, node: fx.Node) -> list[int]:
     return [d % len(arguments(node)[1]) for d in arguments(node)[1]]
 
 
-def _with_one_more(rules: Sizes, node: fx.Node) -> list[int]:
+def _with_one_more(rules: Rules, node: fx.Node) -> list[int]:
     """`unsqueeze`, and `select_backward`: one index of a dimension among zeros."""
     dims = len(rules.shape(node))
     new = arguments(node)[1 if node.target is aten.unsqueeze.default else 2] % dims
     return [d - (d > new) if d != new else -1 for d in range(dims)]
 
 
-def _squeezed(rules: Sizes, node: fx.Node) -> list[int]:
+def _squeezed(rules: Rules, node: fx.Node) -> list[int]:
     sizes = rules.shape(tensors_of(node)[0])
     given = arguments(node)[1] if isinstance(arguments(node)[1], (list, tuple)) else [arguments(node)[1]]
     gone = {d % len(sizes) for d in given if sizes[d] == 1}
     return [d for d in range(len(sizes)) if d not in gone]
 
 
-def _selected(rules: Sizes, node: fx.Node) -> list[int]:
+def _selected(rules: Rules, node: fx.Node) -> list[int]:
     dims = len(rules.shape(node)) + 1
     gone = arguments(node)[1] % dims
     return [d for d in range(dims) if d != gone]
 
 
-def _sliced(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _sliced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A part of another dimension, or such a part among zeros."""
     position = 2 if node.target is aten.slice_backward.default else 1
     dim = (arguments(node)[position] if len(arguments(node)) > position else 0) % len(rules.shape(node))
     return {tensors_of(node)[0]: axis} if dim != axis.dim else None
 
 
-def _multiplied(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _multiplied(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """`mm`, `bmm`, and the same with something added: rows of the left factor, or columns of the right."""
     *added, left, right = arguments(node)[:3]
     dims = len(rules.shape(node))
@@ -218,13 +210,13 @@ def _multiplied(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return found
 
 
-def _along(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _along(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Softmax and its kind along another dimension."""
     dim = arguments(node)[_SOFTMAX[node.target]] % len(rules.shape(node))
     return elementwise(rules, node, axis) if dim != axis.dim else None
 
 
-def _reduced(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _reduced(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A sum, or the like, over other dimensions."""
     argument = tensors_of(node)[0]
     dims = len(rules.shape(argument))
@@ -237,7 +229,7 @@ def _reduced(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return {argument: replace(axis, dim=dim)} if dim not in reduced else None
 
 
-def _normalised(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _normalised(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """A normalisation over the last dimensions, or its backward."""
     dims = len(rules.shape(node))
     position = 2 if node.target in _NORM_BACKWARD else 1
@@ -246,7 +238,7 @@ def _normalised(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return {n: axis if len(rules.shape(n)) == dims else None for n in tensors_of(node)}
 
 
-def _attended(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _attended(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Attention, and its backward: rows are queries; every one reads all keys."""
     backward = node.target is ATTENTION_BACKWARD
     causal = arguments(node)[7] if backward else (arguments(node)[4] if len(arguments(node)) > 4 else False)
@@ -264,12 +256,12 @@ def _attended(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return found
 
 
-def _looked_up(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _looked_up(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     weight, indices = arguments(node)[:2]
     return {weight: None, indices: axis} if axis.dim < len(rules.shape(node)) - 1 else None
 
 
-def _picked(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _picked(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """The gradient of what an NLL loss reads, (N, classes)."""
     gradient, log_probabilities, labels, *others = arguments(node)
     if axis.dim != 0 or len(rules.shape(node)) != 2 or labels is gradient:
@@ -279,13 +271,13 @@ def _picked(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
     return {**found, log_probabilities: axis, labels: axis}
 
 
-def _joined(rules: Sizes, node: fx.Node, axis: Axis) -> Read | None:
+def _joined(rules: Rules, node: fx.Node, axis: Axis) -> Read | None:
     """Tensors side by side along another dimension."""
     dim = (arguments(node)[1] if len(arguments(node)) > 1 else 0) % len(rules.shape(node))
     return dict.fromkeys(tensors_of(node), axis) if dim != axis.dim else None
 
 
-RULES: dict[Any, Callable[[Sizes, fx.Node, Axis], Read | None]] = {
+RULES: dict[Any, Callable[[Rules, fx.Node, Axis], Read | None]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys((aten.t.default, aten.transpose.int), _moved(_transposed)),
     **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims), _moved(_squeezed)),

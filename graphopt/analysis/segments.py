@@ -83,8 +83,9 @@ def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
     cuts = finest[merged - 1 :: merged]
     ends = [*cuts, len(nodes)]
     segment_of = {n: bisect_right(cuts, i) for i, n in enumerate(nodes)}
-    for node in _without_tangents(graph):  # views that only the backward reads would hold what they are views of
-        if node.op == "call_function" and node not in segment_of:
+    of_tangents = descendants(n for n, desc in zip(graph.placeholders, graph.inputs, strict=True) if desc.kind == "tangent")
+    for node in graph.graph.nodes:  # views that only the backward reads would hold what they are views of
+        if node.op == "call_function" and node not in segment_of and node not in of_tangents:
             made = [segment_of[n] for n in node.all_input_nodes if n in segment_of]
             if made:
                 segment_of[node] = max(made)
@@ -99,15 +100,8 @@ def find_segments(graph: TrainingGraph, merged: int = 1) -> tuple[Segment, ...]:
         first_read[name] = min([*readers, first_read.get(name, len(ends) - 1)])
     found = []
     for index, end in enumerate(ends):
-        inside = [
-            n
-            for n in members[index]
-            if n not in results
-            and _gives_the_same_again(n)
-            and not is_recomputed(n)
-            and all(segment_of.get(u, index) == index for u in n.users)
-        ]
-        inside = _whole_groups(inside)
+        alone = [n for n in members[index] if n not in results and all(segment_of.get(u, index) == index for u in n.users)]
+        inside = _whole_groups([n for n in alone if _gives_the_same_again(n) and not is_recomputed(n)])
         kept = {view_source(n) for n in inside if n in saved} & set(inside)
         held = {source for n in members[index] if n in saved and (source := view_source(n)).op == "call_function"} - kept
         found.append(
@@ -140,13 +134,6 @@ def _whole_groups(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n not in apart]
 
 
-def _without_tangents(graph: TrainingGraph) -> list[fx.Node]:
-    """Nodes that are computed from the model's inputs and weights alone, in order."""
-    tangents = [n for n, desc in zip(graph.placeholders, graph.inputs, strict=True) if desc.kind == "tangent"]
-    backward = descendants(tangents)
-    return [n for n in graph.graph.nodes if n not in backward]
-
-
 def _cuts(passing: Sequence[int], saved: Sequence[int]) -> list[int]:
     """Positions before which to cut: where fewest bytes pass, apart from each other by a part of what is saved.
 
@@ -160,12 +147,9 @@ def _cuts(passing: Sequence[int], saved: Sequence[int]) -> list[int]:
         return []
     chosen: list[int] = []
     for i in sorted(inner, key=lambda i: (passing[i], i)):
-        around = inner[
-            bisect_left(inner, saved[i] - total / AROUND, key=lambda j: saved[j]) : bisect_right(
-                inner, saved[i] + total / AROUND, key=lambda j: saved[j]
-            )
-        ]
-        least = min(passing[j] for j in around)
+        first = bisect_left(inner, saved[i] - total / AROUND, key=saved.__getitem__)
+        behind = bisect_right(inner, saved[i] + total / AROUND, key=saved.__getitem__)
+        least = min(passing[j] for j in inner[first:behind])
         if passing[i] <= WIDEST * least and all(abs(saved[i] - saved[j]) >= total / FINEST for j in chosen):
             chosen.append(i)
     return sorted(chosen)

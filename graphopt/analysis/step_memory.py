@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -11,14 +11,14 @@ import torch
 from torch import fx
 
 from graphopt.analysis.liveness import GraphLiveness, Owner, Storage, graph_liveness, program_liveness, tensor_bytes
-from graphopt.analysis.memory import Block, Category, MemoryProfile, Row
-from graphopt.analysis.optimizers import OptimizerFactory, Trained, optimizer_memory
+from graphopt.analysis.memory import Block, Category, MemoryProfile, Row, held_block
+from graphopt.analysis.optimizers import OptimizerFactory, optimizer_memory
 from graphopt.compat import FORWARD, expression, output_list
 from graphopt.compat.inductor_program import inductor_programs
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.specialise import symbolic
-from graphopt.transforms.partition import Halves, split
+from graphopt.transforms.partition import split
 from graphopt.transforms.symbolic_zeros import for_loss_alone
 
 
@@ -41,41 +41,21 @@ def step_memory(
         keep_outputs: the model's outputs other than the loss are held until the step ends, as a variable that is not
             deleted does; otherwise they are released after the forward.
     Raises:
-        InputError: an unknown backend or optimizer, or `accumulation` below 1.
+        InputError: an unknown backend or optimizer.
     """
-    return step_memories(
-        graph, backend, [optimizer], accumulation=accumulation, master_weights=master_weights, keep_outputs=keep_outputs
-    )[0]
+    return StepTimeline(graph, backend).profile(optimizer, accumulation, master_weights, keep_outputs)
 
 
-def step_memories(
-    graph: TrainingGraph,
-    backend: str,
-    optimizers: Sequence[str | OptimizerFactory | torch.optim.Optimizer | None],
-    *,
-    accumulation: int = 1,
-    master_weights: bool = False,
-    keep_outputs: bool = False,
-) -> list[MemoryProfile]:
-    """`step_memory` with each of several optimizers, in little more than the time of one: the graph is the same."""
-    if backend not in ("inductor", "aot_eager"):
-        raise InputError(f"backend={backend!r}: the memory of 'inductor' or 'aot_eager' can be predicted.")
-    if accumulation < 1:
-        raise InputError(f"accumulation={accumulation} must be at least 1 backward per optimizer step.")
-    inductor = backend == "inductor"
-    halves = split(symbolic(for_loss_alone(graph), decompose=inductor), inductor)
-    builder = _Builder(graph, halves, inductor)
-    return [builder.profile(optimizer, accumulation, master_weights, keep_outputs) for optimizer in optimizers]
+class StepTimeline:
+    """Puts the storages of both halves and of an optimizer on one timeline; with each of several, the halves are the same."""
 
-
-class _Builder:
-    """Puts the storages of both halves and of the optimizer on one timeline."""
-
-    def __init__(self, graph: TrainingGraph, halves: Halves, inductor: bool) -> None:
+    def __init__(self, graph: TrainingGraph, backend: str) -> None:
+        if backend not in ("inductor", "aot_eager"):
+            raise InputError(f"backend={backend!r}: the memory of 'inductor' or 'aot_eager' can be predicted.")
         self.graph = graph
-        self.inductor = inductor
+        self.inductor = backend == "inductor"
         self.formulas: dict[sympy.Expr, sympy.Expr] = {}
-        self.halves = halves
+        self.halves = halves = split(symbolic(for_loss_alone(graph), decompose=self.inductor), self.inductor)
         self.device: torch.device = graph.example.device
         self.attention = sorted({k for n in halves.forward.graph.nodes if (k := _attention_kernel(n))})
         self.saved = [n.name if isinstance(n, fx.Node) else "" for n in output_list(halves.forward)[halves.num_forward :]]
@@ -88,9 +68,12 @@ class _Builder:
         self.starts = len(self.forward.steps)
         self.ends = self.starts + len(self.backward.steps)  # the row in which gradients are given to the parameters
 
-    def profile(self, optimizer: Any, accumulation: int, master_weights: bool, keep_outputs: bool) -> MemoryProfile:
+    def profile(
+        self, optimizer: Any, accumulation: int = 1, master_weights: bool = False, keep_outputs: bool = False
+    ) -> MemoryProfile:
+        """See `step_memory`."""
         self.blocks: list[Block] = []
-        trained = [Trained(p.name, p.shape, p.dtype) for p in self.graph.trainable if p.name not in self.graph.compressed]
+        trained = [p for p in self.graph.trainable if p.name not in self.graph.compressed]
         optimizing = optimizer_memory(optimizer, trained, self.device, master_weights)
         rows = [
             *(Row(name, "forward") for name in self.forward.steps),
@@ -101,14 +84,11 @@ class _Builder:
         end = len(rows) - 1
         self._add_inputs(end)
         for name, state, size in optimizing.states:
-            self._add_static(name, f"{name}: {state}", "optimizer state", sympy.Integer(size), end, "optimizer state")
+            self.blocks.append(held_block(f"{name}: {state}", "optimizer state", sympy.Integer(size), end))
         self._add_forward(keep_outputs, end)
         self._add_backward(end, accumulation > 1)
         first = self.ends + 1
-        for t in optimizing.temporaries:
-            size = sympy.Integer(t.size)
-            why = "temporary of the optimizer"
-            self.blocks.append(Block(t.name, "", t.shape, t.dtype, "temporary", size, first + t.born, first + t.last, why))
+        self.blocks += [replace(t, born=first + t.born, last=first + t.last) for t in optimizing.temporaries]
         return MemoryProfile(
             tuple(rows),
             tuple(self.blocks),
@@ -143,18 +123,10 @@ class _Builder:
         for desc, node in zip(self.graph.inputs, self.graph.placeholders, strict=True):
             if desc.kind in categories and desc not in seen:
                 seen.add(desc)
-                size = tensor_bytes(node.meta["val"], self._formula)
+                value = node.meta["val"]
+                size, shape = tensor_bytes(value, self._formula), [self._dim(s) for s in value.shape]
                 name = f"input {desc.target}" if desc.kind == "input" else str(desc.target)
-                self._add_static(name, name, categories[desc.kind], size, end, desc.kind, node)
-
-    def _add_static(
-        self, owner: str, name: str, category: Category, size: sympy.Expr, end: int, why: str, node: fx.Node | None = None
-    ) -> None:
-        value = node.meta["val"] if node is not None else None
-        shape = () if value is None else tuple(self._dim(s) for s in value.shape)
-        dtype = "" if value is None else str(value.dtype)
-        module = owner.rpartition(".")[0]
-        self.blocks.append(Block(name, module, shape, dtype, category, size, 0, end, f"{why}, for the whole step"))
+                self.blocks.append(held_block(name, categories[desc.kind], size, end, shape, str(value.dtype), desc.kind))
 
     def _add_forward(self, keep_outputs: bool, end: int) -> None:
         """Saved tensors live until the backward last reads them; other outputs as the caller holds them."""

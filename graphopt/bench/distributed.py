@@ -36,7 +36,7 @@ from graphopt.distributed.predicted import averaged
 from graphopt.errors import InputError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import GreenTrainer, Lsp, run_pass
-from graphopt.passes.distribute.buckets import in_buckets
+from graphopt.passes.distribute.rewrite import in_buckets
 from graphopt.planner.capacity import capacity
 from graphopt.planner.flops_limit import FlopsLimit
 from graphopt.planner.parallel import MemoryPlan

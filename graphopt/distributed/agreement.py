@@ -82,12 +82,8 @@ def _fingerprint(tensor: Any) -> tuple[Any, ...]:
         return ()
     dense = local_part(tensor).detach().to_dense().resolve_conj().resolve_neg().contiguous()
     real = torch.view_as_real(dense) if dense.is_complex() else dense
-    bits = real.view(_BITS[real.element_size()]).to(torch.int64)
+    bits = real.view(getattr(torch, f"int{8 * real.element_size()}")).to(torch.int64)
     return tuple(tensor.shape), str(tensor.dtype), int(bits.sum()), int(bits.square().sum())
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of a number."""
 
 
 def _decided(plan: Plan) -> dict[str, Any]:

@@ -42,14 +42,16 @@ def distribute(model: nn.Module, plan: MemoryPlan, mesh: DeviceMesh) -> nn.Modul
         raise InputError("the weights of the model are divided among ranks already: give the model as it was before.")
     if not plan.batch_size:
         raise InputError(f"there is nothing to carry out: {plan.verdict}. Plan with more devices, or with more memory on each.")
+    if plan.strategy in ("CDP", "ADP", "TP") and mesh.ndim != 1:
+        raise InputError(
+            f"mesh has {mesh.ndim} dimensions, and {plan.strategy} divides along one: pass that one, such as mesh['dp']."
+        )
     match plan.strategy:
         case "CDP":
-            _require_one_dimension(mesh, plan)
+            pass
         case "ADP":
-            _require_one_dimension(mesh, plan)
             _shard(model, mesh)
         case "TP":
-            _require_one_dimension(mesh, plan)
             _parallelize(model, mesh)
         case "DP+TP":
             _require_two_dimensions(mesh, plan)
@@ -61,13 +63,6 @@ def distribute(model: nn.Module, plan: MemoryPlan, mesh: DeviceMesh) -> nn.Modul
                 "or use fully_shard(offload_policy=CPUOffloadPolicy())."
             )
     return model
-
-
-def _require_one_dimension(mesh: DeviceMesh, plan: MemoryPlan) -> None:
-    if mesh.ndim != 1:
-        raise InputError(
-            f"mesh has {mesh.ndim} dimensions, and {plan.strategy} divides along one: pass that one, such as mesh['dp']."
-        )
 
 
 def _require_two_dimensions(mesh: DeviceMesh, plan: MemoryPlan) -> None:

@@ -21,6 +21,7 @@ from graphopt.compat.distributed import store_of, timeout_of
 from graphopt.errors import InputError, RankError, first_line
 
 Value = TypeVar("Value")
+Failure = TypeVar("Failure", bound=Exception)
 
 _MEETINGS: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """By group, the number of the next meeting: the same on all of its ranks."""
@@ -199,14 +200,13 @@ def wait(work: Any) -> None:
 
 def lost() -> RankError:
     """What to raise from torch's error where another rank has ended, or is late."""
-    error: RankError = _told(
+    return _told(
         RankError(
             "another rank has ended, or has not answered within the time-out of the process group: see that rank's own error. "
             "torch.distributed.init_process_group(timeout=...) allows more time. Training goes on from the last checkpoint "
             "(load the model's weights, then opt.load_state), on another number of ranks, too."
         )
     )
-    return error
 
 
 _REMEDY = (
@@ -239,8 +239,8 @@ def _raised(rank: int, failure: tuple[type[Exception], str], elsewhere: str) -> 
     return _told(kind(f"on rank {rank}: {message}"))
 
 
-def _told(error: Any) -> Any:
+def _told(error: Failure) -> Failure:
     """An error that every rank knows of."""
     with contextlib.suppress(AttributeError):
-        error.told = True
+        error.told = True  # type: ignore[attr-defined]
     return error

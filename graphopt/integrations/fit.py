@@ -18,7 +18,7 @@ from graphopt.analysis.allocator import CONTEXT_BYTES
 from graphopt.analysis.memory import MemoryProfile
 from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.segments import MERGED, find_segments
-from graphopt.analysis.step_memory import step_memories, step_memory
+from graphopt.analysis.step_memory import StepTimeline, step_memory
 from graphopt.api import Analysis, analyze
 from graphopt.budget import Budget
 from graphopt.calls import BatchDim
@@ -136,7 +136,8 @@ def fit(
     graph = counted(model).graph
     eight = _in_8_bits(optimizer)
     with stage("memory"):
-        memory, *others = step_memories(graph, backend, [optimizer] if eight is None else [optimizer, eight])
+        timeline = StepTimeline(graph, backend)
+        memory, *others = map(timeline.profile, [optimizer] if eight is None else [optimizer, eight])
     largest = _largest(memory, usable)
     peak = memory.peak_bytes + OVERHEAD
     found = []

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from graphopt.ops.library import library
+from graphopt.ops.library import define
 
 BLOCK_BYTES = 2**22
 """Of the rows that a softmax is computed of at a time, on the CPU: they stay in its cache."""
@@ -178,10 +178,8 @@ def softmax_gradient_(
 CALLED = (log_softmax_, softmax_gradient_)
 """What programs call beside torch's operators."""
 
-library.define("by_tokens(str program, Tensor[] rows, Tensor[] whole, int chunk, int flops, int workspace) -> Tensor[]")
-library.impl("by_tokens", by_tokens, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("graphopt::by_tokens", lib=library)
-def _(program: str, rows: list[Tensor], whole: list[Tensor], chunk: int, flops: int, workspace: int) -> list[Tensor]:
-    return _empty(Program.of(program), rows[0], rows_too=False)
+define(
+    "by_tokens(str program, Tensor[] rows, Tensor[] whole, int chunk, int flops, int workspace) -> Tensor[]",
+    by_tokens,
+    lambda program, rows, *_: _empty(Program.of(program), rows[0], rows_too=False),
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from graphopt.errors import PassError
-from graphopt.ops.library import library
+from graphopt.ops.library import define
 
 Receiver = Callable[..., Tensor | None]
 """Takes the number or name of a site and the tensor that was computed there; `exchange` and `fetch` return what it returns."""
@@ -79,35 +79,26 @@ def deliver(value: Tensor, receiver: int, what: str) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=value.device)
 
 
-library.define("gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)")
-library.impl("gate", gate, "CompositeExplicitAutograd")
-library.define("exchange(Tensor value, int receiver, int site, int size) -> Tensor")
-library.impl("exchange", exchange, "CompositeExplicitAutograd")
-library.define("fetch(Tensor like, int receiver, str what, int[] size, ScalarType dtype) -> Tensor")
-library.impl("fetch", fetch, "CompositeExplicitAutograd")
-library.define("deliver(Tensor value, int receiver, str what) -> Tensor")
-library.impl("deliver", deliver, "CompositeExplicitAutograd")
+define(
+    "gate(Tensor(a) weight, int receiver, int site) -> Tensor(a)",
+    gate,
+    lambda weight, receiver, site: torch.ops.aten.alias(weight),
+)
+define(
+    "exchange(Tensor value, int receiver, int site, int size) -> Tensor",
+    exchange,
+    lambda value, receiver, site, size: value.new_empty(size, size, dtype=torch.promote_types(value.dtype, torch.float32)),
+)
+define(
+    "fetch(Tensor like, int receiver, str what, int[] size, ScalarType dtype) -> Tensor",
+    fetch,
+    lambda like, receiver, what, size, dtype: like.new_empty(size, dtype=dtype),
+)
+define(
+    "deliver(Tensor value, int receiver, str what) -> Tensor",
+    deliver,
+    lambda value, receiver, what: value.new_empty((), dtype=torch.float32),
+)
 
 for _operator in (torch.ops.graphopt.exchange, torch.ops.graphopt.deliver):
     has_side_effect(_operator.default)  # no compiler may drop it
-
-
-@torch.library.register_fake("graphopt::fetch", lib=library)
-def _(like: Tensor, receiver: int, what: str, size: list[int], dtype: torch.dtype) -> Tensor:
-    return like.new_empty(size, dtype=dtype)
-
-
-@torch.library.register_fake("graphopt::deliver", lib=library)
-def _(value: Tensor, receiver: int, what: str) -> Tensor:
-    return value.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake("graphopt::gate", lib=library)
-def _(weight: Tensor, receiver: int, site: int) -> Tensor:
-    return torch.ops.aten.alias(weight)
-
-
-@torch.library.register_fake("graphopt::exchange", lib=library)
-def _(value: Tensor, receiver: int, site: int, size: int) -> Tensor:
-    exact = torch.float64 if value.dtype == torch.float64 else torch.float32
-    return value.new_empty(size, size, dtype=exact)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphopt.ops.library import library
+from graphopt.ops.library import define
 
 try:
     from graphopt.ops.sparse_triton import combine_rows as _on_cuda
@@ -39,10 +39,8 @@ def combine_rows_flops(table: Any, indices: Any, weights: Any, *args: Any, out_s
     return 2 * indices[0] * indices[1] * table[1]
 
 
-library.define("combine_rows(Tensor table, Tensor indices, Tensor weights) -> Tensor")
-library.impl("combine_rows", combine_rows, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("graphopt::combine_rows", lib=library)
-def _(table: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-    return table.new_empty(indices.shape[0], table.shape[1])
+define(
+    "combine_rows(Tensor table, Tensor indices, Tensor weights) -> Tensor",
+    combine_rows,
+    lambda table, indices, weights: table.new_empty(indices.shape[0], table.shape[1]),
+)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from graphopt.analysis.optimizers import Trained, optimizer_memory, unwrapped
+from graphopt.analysis.optimizers import optimizer_memory, unwrapped
 from graphopt.analysis.step_memory import step_memory
 from graphopt.budget import Budget
 from graphopt.errors import InputError, first_line
@@ -48,7 +48,7 @@ class MemoryLimit:
         optimizer = unwrapped(optimizer)
         try:
             if graph is not None:
-                optimizer_memory(optimizer, [Trained(p.name, p.shape, p.dtype) for p in graph.trainable], graph.example.device)
+                optimizer_memory(optimizer, graph.trainable, graph.example.device)
         except InputError as error:
             cause, name = first_line(error.__cause__ or error), type(optimizer).__name__
             logger.warning("The memory of %s cannot be predicted (%s): AdamW's counts in its place.", name, cause)

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from graphopt.analysis.flops import FlopProfile
-from graphopt.analysis.optimizers import Trained, optimizer_memory
+from graphopt.analysis.optimizers import optimizer_memory
 from graphopt.analysis.segments import find_segments
 from graphopt.graph import TrainingGraph
 from graphopt.passes.technique import Found, Offers, technique
@@ -60,7 +60,7 @@ def make_problem(
     segments = find_segments(graph, merged)
     segment_of = {name: i for i, segment in enumerate(segments) for name in segment.parameters}
     parameters = {p.name: p for p in graph.parameters}
-    trained = [Trained(n, parameters[n].shape, parameters[n].dtype) for n in costs.names if n not in offers.held]
+    trained = [parameters[n] for n in costs.names if n not in offers.held]
     states: dict[str, int] = {}
     for name, _, size in optimizer_memory(plan.memory.optimizer, trained, graph.example.device).states:
         states[name] = states.get(name, 0) + size

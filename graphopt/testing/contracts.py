@@ -85,8 +85,8 @@ def check_pass(
     Raises:
         PassError: names the first violation.
     """
-    options: dict[str, Any] = {"dtypes": dtypes, "backend": backend, "batch_dim": batch_dim, "captured": captured}
-    return check_passes([(rewrite, decisions)], model, inputs, **options)
+    passes = [(rewrite, decisions)]
+    return check_passes(passes, model, inputs, dtypes=dtypes, backend=backend, batch_dim=batch_dim, captured=captured)
 
 
 def check_passes(
@@ -198,7 +198,7 @@ def _check(
     counted = counter.get_total_flops()
     tolerance = TOLERANCE[dtype]
     try:
-        _compare_results(outputs, expected, reference, candidate, tolerance)
+        compare_values(_named(outputs, candidate), _named(expected, reference), tolerance).held()
         wanted = Wanted.of(rewritten, reference, projected, given)
         if Preserves.UNBIASED in kinds:
             error = compare_mean(wanted, candidate, given, draw, tolerance, draws)
@@ -261,11 +261,9 @@ class _Given(State):
         self.given = given
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor | None:
-        """See `State`."""
         return self.given.get(desc)
 
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> bool:
-        """See `State`."""
         if isinstance(desc, InputDesc) and desc in self.given:
             self.given[desc].grad = value
         return isinstance(desc, OutputDesc) or desc in self.given
@@ -275,15 +273,6 @@ def _differentiable(outputs: Sequence[Any], chosen: Collection[int] | None) -> T
     """A scalar that depends on every differentiable output, or on those at positions `chosen` alone."""
     parts = [t for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad and (chosen is None or i in chosen)]
     return torch.stack([t.square().sum() + t.sum() for t in map(wide, parts)]).sum()
-
-
-def _compare_results(
-    outputs: list[Any], expected: list[Any], reference: nn.Module, candidate: nn.Module, tolerance: float
-) -> None:
-    ours, theirs = _named(outputs, candidate), _named(expected, reference)
-    if len(ours) != len(theirs):
-        raise PassError(f"{len(ours)} outputs and buffers where eager has {len(theirs)}.")
-    compare_values(ours, theirs, tolerance).held()
 
 
 def _named(outputs: Iterable[Any], model: nn.Module) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from graphopt.passes.dead_rows.of_each import RowAxis, RowsOfEach
 from torch import Tensor, fx
 
 from graphopt.analysis.row_axes import Rules
-from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, Axis, arguments, first_value
+from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, NONE, VIEWS, Axis, arguments, first_value
 from graphopt.graph import TrainingGraph, ancestors
 
 STEPS = 8
@@ -21,10 +21,6 @@ STEPS = 8
 
 ROOM = 0.5
 """Steps that a sample of another batch may have more than those of the example."""
-
-_PER_ROW = 0
-"""Reduction of an NLL loss that has a value for each row."""
-
 
 aten = torch.ops.aten
 
@@ -60,7 +56,7 @@ def labelled_rows(graph: TrainingGraph, part: float) -> Iterator[tuple[RowsOfEac
     for (labels, ignored), losses in found.items():
         rows = _rows_of(graph, labels, ignored, part)
         if rows is not None:
-            yield rows, {loss: axis_of_labels(rows) for loss in losses if arguments(loss)[3] != _PER_ROW}
+            yield rows, {loss: axis_of_labels(rows) for loss in losses if arguments(loss)[3] != NONE}
 
 
 def _rows_of(graph: TrainingGraph, labels: fx.Node, ignored: int, part: float) -> RowsOfEach | None:

@@ -27,7 +27,6 @@ class RowsOfEach:
     Attributes:
         source: the node that says which: the number of each sample's row, or all rows' labels, one sample's after the other's.
         groups: how many samples, as `Rules.number` has it.
-        samples: of rows by number, the numbers from 0 to the number of samples (exclusive).
         ignored: the label of rows that do not count; None: the source has no labels.
     """
 
@@ -35,7 +34,6 @@ class RowsOfEach:
     source: fx.Node
     groups: int
     count: int = 1
-    samples: fx.Node | None = None
     ignored: int | None = None
 
     def __str__(self) -> str:
@@ -149,7 +147,7 @@ def row_of_each(graph: TrainingGraph, node: fx.Node) -> RowsOfEach | None:
     if counted != expression(size) or not isinstance(length, int) or length < 2 or expression(value.shape[0]) != counted:
         return None
     groups = size if isinstance(size, int) else Rules(graph, length).number(size)
-    return RowsOfEach(length, positions, groups, samples=samples)
+    return RowsOfEach(length, positions, groups)
 
 
 def puts_back(graph: TrainingGraph, rows: RowsOfEach, node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphopt.errors import InputError
-from graphopt.ops.library import library
+from graphopt.ops.library import define
 
 
 class TooManyLabels(InputError, RuntimeError):
@@ -32,10 +32,8 @@ def rows_with_label(labels: Tensor, ignored: int, length: int, count: int) -> Te
     return counts.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-library.define("rows_with_label(Tensor labels, int ignored, int length, int count) -> Tensor")
-library.impl("rows_with_label", rows_with_label, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("graphopt::rows_with_label", lib=library)
-def _(labels: Tensor, ignored: int, length: int, count: int) -> Tensor:
-    return labels.new_empty((labels.numel() // length, count), dtype=torch.int64)
+define(
+    "rows_with_label(Tensor labels, int ignored, int length, int count) -> Tensor",
+    rows_with_label,
+    lambda labels, ignored, length, count: labels.new_empty((labels.numel() // length, count), dtype=torch.int64),
+)

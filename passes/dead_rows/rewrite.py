@@ -23,21 +23,13 @@ from graphopt.transforms.rows import Emit, joined_rows, on_some_rows, some_rows,
 aten = torch.ops.aten
 
 
-def narrow(graph: TrainingGraph, demand: Demand) -> None:
-    """Compute what `demand` says on its rows alone, in place.
-
-    Raises:
-        PassError: a size is not known that would have to be; the graph must not be used then.
-    """
-    _Narrowing(graph, demand).apply()
-
-
-class _Narrowing:
+class Narrowing:
     """One rewriting.
 
     Attributes:
         made: by node and place of the rows, the same on the demanded rows alone.
         padded: by node, the same with zeros in all other rows.
+        labelled: the rows are those with a label.
         numbers: of the rows, where each sample has others.
         length: how many rows there are, as a size in the graph.
     """
@@ -47,6 +39,7 @@ class _Narrowing:
         self.demand = demand
         self.rows = demand.rows
         self.rules = rules_of(graph, demand.rows)
+        self.labelled = isinstance(demand.rows, RowsOfEach) and demand.rows.ignored is not None
         self.made: dict[tuple[fx.Node, Axis], fx.Node] = {}
         self.padded: dict[fx.Node, fx.Node] = {}
         self.drawn: dict[fx.Node, fx.Node] = {}
@@ -55,6 +48,11 @@ class _Narrowing:
         self.numbers: fx.Node | None = None
 
     def apply(self) -> None:
+        """Compute what the demand says on its rows alone, in place.
+
+        Raises:
+            PassError: a size is not known that would have to be; the graph must not be used then.
+        """
         simplify_sizes(self.graph.graph)  # no size is read off a tensor that will have fewer rows
         if isinstance(self.rows, RowsOfEach):
             first = before_everything(self.rows, self.demand.narrow, self.graph.graph)
@@ -87,7 +85,7 @@ class _Narrowing:
             return  # its results are computed one by one
         if node.target is operator.getitem and arguments(node)[0].target is aten.native_dropout.default:
             self.made[node, axis] = self._dropped(node, axis)
-        elif self._is_put_back(node, axis):
+        elif not self.labelled and put_back_at(self.graph, self.rows, node) == axis:
             self.made[node, axis] = self._put_back(node, axis)
         else:
             read = self.rules.read(node, axis)
@@ -134,12 +132,11 @@ class _Narrowing:
         return self.padded[node]
 
     def _take(self, node: fx.Node, axis: Axis) -> None:
-        """What is taken of the rows."""
         source = self._narrowed(arguments(node)[0], axis, node)
-        if isinstance(self.rows, RowsOfEach) and self.rows.ignored is not None:
-            node.args = (source, self._narrowed(self.rows.source, axis_of_labels(self.rows), node), *arguments(node)[2:])
-            return
         if isinstance(self.rows, RowsOfEach):
+            if self.labelled:
+                node.args = (source, self._narrowed(self.rows.source, axis_of_labels(self.rows), node), *arguments(node)[2:])
+                return
             node.replace_all_uses_with(self._emit(aten.select.int, (source, axis.dim, 0), node))
             return
         found = taken_rows(self.graph, node)
@@ -152,10 +149,6 @@ class _Narrowing:
         else:
             replaced = self._emit(aten.slice.Tensor, (source, axis.dim, start, stop), node)
         node.replace_all_uses_with(replaced)
-
-    def _is_put_back(self, node: fx.Node, axis: Axis) -> bool:
-        by_rule = isinstance(self.rows, RowsOfEach) and self.rows.ignored is not None
-        return not by_rule and put_back_at(self.graph, self.rows, node) == axis
 
     def _put_back(self, node: fx.Node, axis: Axis) -> fx.Node:
         """Rows of a gradient among those zeros that are left."""
@@ -215,7 +208,7 @@ class _Narrowing:
             return some_rows(self.rules, node, axis, self.rows.start, self.rows.stop, emit, self.length)
         assert self.numbers is not None
         split, dim = split_rows(self.rules, node, axis, self.rows.length, emit)
-        where = places(self.numbers, split, dim, axis, self._dimensions(node), emit)
+        where = places(self.numbers, split, dim, axis, len(self.rules.shape(node)), emit)
         return joined_rows(emit(aten.gather.default, (split, dim, where)), node, axis, emit)
 
     def _scattered(self, part: fx.Node, dim: int, axis: Axis, like: fx.Node, anchor: fx.Node) -> fx.Node:
@@ -223,11 +216,8 @@ class _Narrowing:
         assert self.numbers is not None
         emit = self._before(anchor)
         zeros = emit(aten.new_zeros.default, (part, self._sizes(part, dim, self.rows.length)))
-        where = places(self.numbers, part, dim, axis, self._dimensions(like), emit)
+        where = places(self.numbers, part, dim, axis, len(self.rules.shape(like)), emit)
         return emit(aten.scatter.src, (zeros, dim, where, part))
-
-    def _dimensions(self, node: fx.Node) -> int:
-        return len(self.rules.shape(node))
 
     def _before(self, anchor: fx.Node) -> Emit:
         return lambda target, args: self._emit(target, args, anchor)

@@ -15,7 +15,7 @@ from graphopt.passes.dead_rows.batch_labels import BatchLabels
 from graphopt.passes.dead_rows.demand import Demand, find_demands
 from graphopt.passes.dead_rows.labels import ROOM, STEPS, Labelled, counted
 from graphopt.passes.dead_rows.places import MOST
-from graphopt.passes.dead_rows.rewrite import narrow
+from graphopt.passes.dead_rows.rewrite import Narrowing
 from graphopt.passes.fields import require_number
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique
@@ -129,7 +129,7 @@ class DeadRows(Technique):
                 continue
             whole = graph.clone()
             try:
-                narrow(graph, demands[name])
+                Narrowing(graph, demands[name]).apply()
                 changed.append(name)
             except PassError as error:
                 graph.module, left[name] = whole.module, str(error)
@@ -172,7 +172,6 @@ def _worthwhile(graph: TrainingGraph, labelled: float | None, least: float | Non
 
 
 def _least(graph: TrainingGraph) -> float:
-    """FLOPs that must be saved."""
     return LEAST * flop_profile(graph).step
 
 

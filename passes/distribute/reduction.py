@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from graphopt.passes.distribute.buckets import in_buckets
+from graphopt.passes.distribute.rewrite import in_buckets
 from graphopt.passes.state import State
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -156,10 +156,6 @@ class Reduction(State):
         sized = {name: local_part(t) for name, t in tensors.items()}
         return in_buckets([(n, (t.dtype, t.device), t.nbytes) for n, t in sized.items()], self.rewrite.bucket_bytes)
 
-    def _sizes(self, tensors: Mapping[str, Tensor]) -> list[int]:
-        """Bytes of each bucket."""
-        return [sum(local_part(tensors[name]).nbytes for name in bucket) for bucket in self._buckets(tensors)]
-
     def _meet(self) -> None:
         """Raise `RankError`, on every rank, where others train other parameters: buckets as large could be of those."""
         named = {name: p for name, p in self._opt.named_parameters() if name not in self.rewrite.elsewhere}
@@ -172,7 +168,8 @@ class Reduction(State):
         """Raise `RankError` where another rank sends other buckets under this plan; the first to come has said which."""
         tensors = self._tensors()
         inside = [] if step is None else [found.bytes for found in _means(step, self.rewrite.group)]
-        sizes = inside + (self._sizes(tensors) if self.why_after else [])
+        after = self._buckets(tensors) if self.why_after else ()
+        sizes = inside + [sum(local_part(tensors[name]).nbytes for name in bucket) for bucket in after]
         opt = self._opt
         trained = sorted(name for name, p in opt.named_parameters() if p.requires_grad)
         mine = repr((sizes, sorted(self._outside), _digest(list(tensors))))
@@ -226,7 +223,6 @@ class Reduction(State):
 
     @torch.no_grad()
     def _finish(self, everything: bool) -> None:
-        """The backward has ended."""
         if everything:
             self._average(self._tensors())
             self.pending = False

@@ -1,18 +1,43 @@
-"""All-reduces in a joint graph."""
+"""All-reduces in a joint graph: which gradients are averaged by one, and where.
+
+Every rank has to issue the same collectives in the same order, also where another graph runs on it: one for other lengths, or
+the model itself. So both follow from an agreed order of names, and from dtypes and sizes, alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphopt.compat import run_on_metadata
 from graphopt.compat.distributed import ALL_REDUCE, WAIT
 from graphopt.graph import TrainingGraph
+from graphopt.transforms.edit import insert_node
 
 aten = torch.ops.aten
+
+BYTES = 25 * 2**20
+"""Of a bucket, at most, as in DistributedDataParallel; a larger gradient has one for itself."""
+
+
+def in_buckets(gradients: Iterable[tuple[str, Hashable, int]], limit: int = BYTES) -> tuple[tuple[str, ...], ...]:
+    """Names, bucket by bucket: a bucket is issued when it is full, and the rest in the order of their last gradients.
+
+    Args:
+        gradients: names in the agreed order, with what all of a bucket have in common (their dtype and device), and bytes.
+        limit: bytes of a bucket.
+    """
+    full: list[tuple[str, ...]] = []
+    filling: dict[Hashable, tuple[list[str], int]] = {}
+    for name, kind, size in gradients:
+        names, before = filling.pop(kind, ([], 0))
+        if names and before + size > limit:
+            full.append(tuple(names))
+            names, before = [], 0
+        filling[kind] = ([*names, name], before + size)
+    return (*full, *(tuple(names) for names, _ in filling.values()))
 
 
 def insert_means(graph: TrainingGraph, buckets: Sequence[Sequence[str]], group: str, size: int) -> None:
@@ -25,24 +50,27 @@ def insert_means(graph: TrainingGraph, buckets: Sequence[Sequence[str]], group: 
         buckets: names of parameters, in the order in which all ranks send them.
         group: the name of the process group, which has `size` ranks.
     """
+
+    def put(target: Any, *args: Any) -> fx.Node:
+        node = insert_node(graph.graph, target, args, anchor, inherited=())
+        node.meta["partitioner_tag"] = "is_backward"
+        return node
+
     order = {node: i for i, node in enumerate(graph.graph.nodes)}
     gradients, results, output = graph.gradients(), list(graph.results), graph.graph.output_node()
-    place = next(i for i, node in enumerate(graph.graph.nodes) if node.op != "placeholder") - 1
-    last = list(graph.graph.nodes)[place]
+    anchor = next(node for node in graph.graph.nodes if node.op != "placeholder")
     sent: list[fx.Node] = []
     for bucket in buckets:
         nodes = [gradients[name] for name in bucket]
         newest = max(nodes, key=order.__getitem__)
-        if order[newest] > place:
-            place, last = order[newest], newest
-        put = _Inserting(graph.graph, last)
+        if order[newest] >= order[anchor]:
+            anchor = newest.next
         flat = [put(aten.reshape.default, node, [-1]) for node in nodes]
         joined = flat[0] if len(flat) == 1 else put(aten.cat.default, flat)
         part = put(aten.mul.Tensor, joined, 1 / size)  # before they are added up, as DistributedDataParallel does
         sent.append(put(ALL_REDUCE, part, "sum", group))
-        last = put.last
     means: dict[str, fx.Node] = {}
-    put = _Inserting(graph.graph, output.prev)
+    anchor = output
     for bucket, collective in zip(buckets, sent, strict=True):
         whole, start = put(WAIT, collective), 0
         for name in bucket:
@@ -56,18 +84,3 @@ def insert_means(graph: TrainingGraph, buckets: Sequence[Sequence[str]], group: 
             results[position] = means[desc.target.target]
     output.args = (tuple(results),)
     graph.module.recompile()
-
-
-class _Inserting:
-    """Puts nodes one after another behind `last`."""
-
-    def __init__(self, graph: fx.Graph, last: fx.Node) -> None:
-        self.graph = graph
-        self.last = last
-
-    def __call__(self, target: Any, *args: Any) -> fx.Node:
-        with self.graph.inserting_after(self.last):
-            node = self.graph.call_function(target, args)
-        node.meta = {"val": run_on_metadata(target, args, {}), "partitioner_tag": "is_backward"}
-        self.last = node
-        return node

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
-from graphopt.passes.distribute.buckets import BYTES, in_buckets
-from graphopt.passes.distribute.rewrite import insert_means
+from graphopt.passes.distribute.rewrite import BYTES, in_buckets, insert_means
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from graphopt.passes.base import numbered
-from graphopt.passes.linear_cross_entropy.matrices import NONE, PRODUCTS, NotSeparable
+from graphopt.passes.linear_cross_entropy.matrices import PRODUCTS, NotSeparable
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_axes import Rules
-from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, Axis, Read, arguments, first_value
+from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, NONE, Axis, Read, arguments, first_value
 from graphopt.compat import draws
-from graphopt.graph import TrainingGraph, ancestors, descendants, parameters_read
+from graphopt.graph import TrainingGraph, ancestors, descendants, parameters_read, reached
 from graphopt.transforms.edit import in_one_region
 
 aten = torch.ops.aten
@@ -291,19 +291,17 @@ def _needed(found: _Search, ends: set[fx.Node], in_full: set[fx.Node]) -> tuple[
     """What is computed in chunks where logits come from outside, and what is read then."""
     inside: set[fx.Node] = set()
     reads: dict[fx.Node, Axis | None] = {}
-    waiting = [n for end in ends for n in end.all_input_nodes]
-    while waiting:
-        node = waiting.pop()
-        if node in in_full:
+    chunked = found.inside.keys() - in_full
+    starts = [n for end in ends for n in end.all_input_nodes]
+    for node in reached(starts, lambda node: node.all_input_nodes if node in chunked else ()):
+        if node in chunked:
+            inside.add(node)
+        elif node in in_full:
             if found.inside[node] != BY_TOKEN:
                 raise NotSeparable(f"{node.name} has its tokens in another place")
             reads[node] = BY_TOKEN
-        elif node not in found.inside:
-            if node in found.reads:
-                reads[node] = found.reads[node]
-        elif node not in inside:
-            inside.add(node)
-            waiting += node.all_input_nodes
+        elif node in found.reads:
+            reads[node] = found.reads[node]
     return inside, reads
 
 

@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, fx
 
 from graphopt.analysis.products import same_shape
-from graphopt.analysis.row_rules import NLL, NLL_BACKWARD, VIEWS, arguments, is_elementwise
+from graphopt.analysis.row_rules import MEAN, NLL, NLL_BACKWARD, NONE, VIEWS, arguments, is_elementwise
 from graphopt.compat import expression
 from graphopt.errors import GraphoptError
 from graphopt.graph import TrainingGraph, reached
 from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node
 
 aten = torch.ops.aten
-
-NONE, MEAN = 0, 1
-"""Of `nll_loss_forward`: its `reduction`."""
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 _ALONG: dict[Any, int] = {aten._log_softmax.default: 1, aten._log_softmax_backward_data.default: 2}
@@ -107,7 +104,6 @@ class _Matrices:
         self.kept = _read_elsewhere(graph)
 
     def apply(self) -> None:
-        """See `as_matrices`."""
         for node in list(self.graph.graph.nodes):
             if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
                 continue

@@ -50,17 +50,9 @@ class Written:
     row_bytes: int
 
 
-def write(graph: TrainingGraph, head: Head) -> Written:
-    """The program of a head.
+class Writer:
+    """Writes the program of a head."""
 
-    Raises:
-        NotSeparable: a size in it depends on the batch.
-    """
-    writer = _Writer(graph, head)
-    return writer.write()
-
-
-class _Writer:
     def __init__(self, graph: TrainingGraph, head: Head) -> None:
         self.graph, self.head = graph, head
         self.rules = Rules(graph, Rules(graph, 1).shape(head.losses[0])[0])
@@ -72,33 +64,35 @@ class _Writer:
                 self.made[node] = self.program.placeholder(f"{kind}_{i}")
                 self.made[node].meta = {"val": node.meta["val"]}
         self.tokens = {expression(node.meta["val"].shape[0]) for node in head.rows}  # one number, by whatever formula
-        self.skips = self._skips(arguments(head.loss)[1])
+        self.skips = self._skips()
 
     def write(self) -> Written:
+        """The program.
+
+        Raises:
+            NotSeparable: a size in it depends on the batch.
+        """
         head, results, values = self.head, [], []
         labels, ignored = arguments(head.loss)[1], arguments(head.loss)[4] if self.skips else None
-        for node in head.losses:
-            values.append(self._loss(node))
-            results.append(self._result("rows", node))
-        for node in head.gradients:
-            values.append(self._again(node, by_token=True))
+        for node in (*head.losses, *head.gradients):
+            values.append(self._loss(node) if node.target is NLL else self._again(node))
             results.append(self._result("rows", node))
         for node in head.sums:
             if node.target is aten.mm.default:
                 values += [self._of(n) for n in arguments(node)[:2]]
                 results.append(self._result("product", node))
             else:
-                values.append(self._again(node, by_token=False))
+                values.append(self._again(node))
                 results.append(self._result("sum", node))
         self.program.output(tuple(values))
         source = self.program.python_code("self").src
         program = Program(source, tuple(results), head.rows.index(labels), ignored)
-        row_bytes = sum(self._row_bytes(n) for n in head.rows) if ignored is not None else 0
+        row_bytes = self.graph.bytes_of([first_value(n) for n in head.rows]) // head.tokens if ignored is not None else 0
         return Written(program, self.program, row_bytes)
 
-    def _skips(self, labels: fx.Node) -> bool:
+    def _skips(self) -> bool:
         """Whether tokens whose label is ignored may be left out: nothing reads what they give, and gradients are zero."""
-        _, _, _, _, ignored = arguments(self.head.loss)
+        _, labels, _, _, ignored = arguments(self.head.loss)
         for node in self.head.losses:
             if node.target is NLL:
                 if arguments(node)[1] is not labels or arguments(node)[4] != ignored:
@@ -150,23 +144,14 @@ class _Writer:
             raise NotSeparable(f"a size of {node.name} depends on the batch")
         return Result(kind, tuple(shape), str(value.dtype).removeprefix("torch."))
 
-    def _row_bytes(self, node: fx.Node) -> int:
-        value = first_value(node)
-        assert value is not None
-        return math.prod(map(int, value.shape[1:])) * value.element_size()
-
     def _of(self, node: fx.Node) -> fx.Node:
         """A node of the head, for the chunk."""
         if node not in self.made:
-            self.made[node] = self._softmax(node) or self._softmax_gradient(node) or self._again(node, self._has_rows(node))
+            self.made[node] = self._softmax(node) or self._softmax_gradient(node) or self._again(node)
         return self.made[node]
 
-    def _has_rows(self, node: fx.Node) -> bool:
-        return self.head.inside.get(node) == BY_TOKEN
-
     def _loss(self, node: fx.Node) -> fx.Node:
-        if node.target is not NLL:
-            return self._again(node, by_token=True)
+        """The losses of an `NLL`."""
         if node not in self.made:
             self.made[node] = self._call(NLL, tuple(self._map(arguments(node))), {}, node)
         found = self.program.call_function(operator.getitem, (self.made[node], 0))
@@ -188,11 +173,8 @@ class _Writer:
         if node.target is not aten._log_softmax_backward_data.default:
             return None
         nll, softmax = _original(arguments(node)[0]), _original(arguments(node)[1])
-        if (
-            nll.target is not NLL_BACKWARD
-            or softmax not in self.head.inside
-            or node.meta["val"].dtype != softmax.meta["val"].dtype
-        ):
+        same_dtype = node.meta["val"].dtype == softmax.meta["val"].dtype
+        if nll.target is not NLL_BACKWARD or softmax not in self.head.inside or not same_dtype:
             return None
         gradient, probabilities, labels, weight, _, ignored, _ = arguments(nll)
         readers = self._readers(softmax) - {nll, node} | set(filter(can_be_view, self._losses_of(softmax)))
@@ -209,7 +191,7 @@ class _Writer:
         """Numbers for each token that read a tensor; they are computed before gradients."""
         return {user for user in _users_behind_views(node) if user in self.head.losses}
 
-    def _again(self, node: fx.Node, by_token: bool) -> fx.Node:
+    def _again(self, node: fx.Node) -> fx.Node:
         target, sized = node.target, node.target in WITH_SIZES or node.target in _OF_SIZES
         args = list(self._map(arguments(node)[: 6 if target is NLL_BACKWARD else None], sized))
         if target is NLL_BACKWARD:
@@ -219,7 +201,7 @@ class _Writer:
             args[6] = self.program.call_function(operator.getitem, (self.made[nll], 1))
             args[6].meta = {"val": nll.meta["val"][1], "tokens": self.tokens}
         if target in WITH_SIZES:
-            if not by_token:
+            if node in self.head.sums or self.head.inside.get(node, BY_TOKEN) != BY_TOKEN:
                 raise NotSeparable(f"{node.name} has its tokens in another place")
             sizes = list(args[1])
             sizes[0] = -1 if target in VIEWS else self.count
@@ -265,10 +247,9 @@ def workspace(written: Written, tokens: int) -> int:
         if node not in owner:
             sizes[node] = _bytes_of_chunk(node, tokens)
             live += sizes[node]
-        extra = (
-            min(max(BLOCK_BYTES, _bytes_of_chunk(node, 1)), _bytes_of_chunk(node, tokens)) if node.target is log_softmax_ else 0
-        )
-        most = max(most, live + extra)
+        most = max(most, live)
+        if node.target is log_softmax_:
+            most = max(most, live + min(max(BLOCK_BYTES, _bytes_of_chunk(node, 1)), _bytes_of_chunk(node, tokens)))
         live -= sum(size for other, size in sizes.items() if last.get(other) == i)
     return most
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from graphopt.passes.linear_cross_entropy.heads import Head
-from graphopt.passes.linear_cross_entropy.program import workspace, write
+from graphopt.passes.linear_cross_entropy.program import Writer, workspace
 from torch import fx
 
 from graphopt.analysis.batch_dims import gradient_cone
@@ -24,16 +24,9 @@ from graphopt.transforms.edit import insert_node
 aten = torch.ops.aten
 
 
-def in_chunks(graph: TrainingGraph, head: Head, tokens: int) -> None:
-    """Compute a head for so many tokens at a time, in place.
+class Chunking:
+    """The rewriting of one head."""
 
-    Raises:
-        NotSeparable: see `write`.
-    """
-    _Chunking(graph, head).apply(tokens)
-
-
-class _Chunking:
     def __init__(self, graph: TrainingGraph, head: Head) -> None:
         self.graph = graph
         self.head = head
@@ -43,8 +36,12 @@ class _Chunking:
         self.early: dict[fx.Node, fx.Node] = {}
 
     def apply(self, tokens: int) -> None:
-        """See `in_chunks`."""
-        head, written = self.head, write(self.graph, self.head)
+        """Compute the head for so many tokens at a time, in place.
+
+        Raises:
+            NotSeparable: see `Writer`.
+        """
+        head, written = self.head, Writer(self.graph, self.head).write()
         rows, whole = ([self._early(node) for node in nodes] for nodes in (head.rows, head.whole))
         needed = workspace(written, tokens)
         made = self._emit(torch.ops.graphopt.by_tokens.default, (written.program.text, rows, whole, tokens, head.flops, needed))

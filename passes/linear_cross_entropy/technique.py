@@ -15,7 +15,7 @@ from graphopt.passes.base import Changes, PassReport, Preserves, Site
 from graphopt.passes.fields import require_whole
 from graphopt.passes.linear_cross_entropy.heads import Head, find_heads
 from graphopt.passes.linear_cross_entropy.matrices import NotSeparable, as_matrices
-from graphopt.passes.linear_cross_entropy.rewrite import in_chunks
+from graphopt.passes.linear_cross_entropy.rewrite import Chunking
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
 
@@ -158,7 +158,7 @@ class LinearCrossEntropy(Technique):
         for head in heads:
             if head.name in tokens:
                 try:
-                    in_chunks(graph, head, tokens[head.name] or -(-head.tokens // (self.chunks or 2)))
+                    Chunking(graph, head).apply(tokens[head.name] or -(-head.tokens // (self.chunks or 2)))
                     changed.append(head.name)
                 except NotSeparable as reason:
                     left[head.name] = str(reason)

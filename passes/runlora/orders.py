@@ -53,19 +53,10 @@ class Order:
         """Whether W + cAB is ever formed."""
         return self.merged_forward or self.merged_input_grad
 
-    @property
-    def forward_name(self) -> str:
-        """As in the paper."""
-        return "forward2" if self.merged_forward else "forward1"
-
-    @property
-    def backward_name(self) -> str:
-        """As in the paper and, for the last three, in its code."""
-        return _BACKWARD_NAMES[self.weight_grad_a, self.weight_grad_b, self.merged_input_grad]
-
     def __str__(self) -> str:
         kept = {"none": "", "xa": ", XA saved", "merged": ", W+cAB saved"}[self.save]
-        return f"{self.forward_name} + {self.backward_name}{kept}"
+        backward = _BACKWARD_NAMES[self.weight_grad_a, self.weight_grad_b, self.merged_input_grad]
+        return f"forward{2 if self.merged_forward else 1} + {backward}{kept}"
 
 
 AUTOGRAD = Order()
@@ -81,6 +72,7 @@ _BACKWARD_NAMES = {
     (False, True, True): "backward7",
     (True, False, True): "backward8",
 }
+"""As in the paper and, for the last three, in its code."""
 
 
 def named_order(forward: str, backward: str) -> Order:
@@ -149,7 +141,8 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
     t, i, o = shape.rows, shape.inputs, shape.outputs
     forward: list[Product] = [(t, i, o)]
     backward: list[Product] = []
-    if shape.weight_grad or _needs_weight_product(order, shape):
+    reads_z3 = any((a.trains_a and order.weight_grad_a) or (a.trains_b and order.weight_grad_b) for a in shape.adapters)
+    if shape.weight_grad or reads_z3:
         backward.append((i, t, o))
     if shape.input_grad:
         backward.append((t, o, i))
@@ -174,10 +167,6 @@ def products(order: Order, shape: LayerShape) -> tuple[list[Product], list[Produ
     return forward, (forward if shape.recomputed else []) + backward
 
 
-def _needs_weight_product(order: Order, shape: LayerShape) -> bool:
-    return any((a.trains_a and order.weight_grad_a) or (a.trains_b and order.weight_grad_b) for a in shape.adapters)
-
-
 def order_flops(order: Order, shape: LayerShape) -> Any:
     """FLOPs of forward and backward, 2 per multiply-add: a number, or an expression if `shape.rows` is one."""
     forward, backward = products(order, shape)
@@ -195,11 +184,9 @@ def moved_bytes(order: Order, shape: LayerShape) -> Any:
     """Bytes that elementwise work reads and writes: adding up Y and dX, and forming W + cAB from a copy of W."""
     t, i, o = shape.rows, shape.inputs, shape.outputs
     runs = 2 if shape.recomputed else 1
-    elements = 0
-    for _ in shape.adapters:
-        elements += 0 if order.merged_forward else runs * 3 * t * o
-        if shape.input_grad:
-            elements += 0 if order.merged_input_grad else 3 * t * i
+    of_an_adapter = 0 if order.merged_forward else runs * 3 * t * o
+    if shape.input_grad and not order.merged_input_grad:
+        of_an_adapter += 3 * t * i
     kept = order.merged_forward and (order.save == "merged" or shape.recomputed)
     merges = runs * order.merged_forward + (order.merged_input_grad and not kept)
-    return (elements + merges * 2 * i * o) * shape.itemsize
+    return (len(shape.adapters) * of_an_adapter + merges * 2 * i * o) * shape.itemsize

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from graphopt.passes.base import Changes
-from graphopt.passes.runlora.layers import Gradient, LoraLayer, LoraSites
+from graphopt.passes.runlora.layers import Gradient, LoraLayer
 from graphopt.passes.runlora.orders import AUTOGRAD, Order, all_orders, order_flops
 from graphopt.passes.runlora.sites import find_lora_sites
 from torch import fx
@@ -29,8 +29,8 @@ from graphopt.transforms.edit import CHECKPOINTED, ORIGIN, insert_node, simplify
 aten = torch.ops.aten
 
 
-def reorder(graph: TrainingGraph, orders: Mapping[str, Order]) -> Changes:
-    """Give each layer that is named its order, in place; see `RunLora.apply`."""
+def reorder(graph: TrainingGraph, orders: Mapping[str, Order | None]) -> Changes:
+    """Give each layer that is named its order, in place, or where that is None the one with the fewest FLOPs."""
     sites = find_lora_sites(graph)
     layers = {layer.name: layer for layer in sites.layers}
     unknown = sorted(set(orders) - set(layers))
@@ -41,22 +41,18 @@ def reorder(graph: TrainingGraph, orders: Mapping[str, Order]) -> Changes:
     for name, layer in layers.items():
         if name not in orders:
             continue
-        order = orders[name].for_layer(layer.shape)
+        order = (orders[name] or _fewest_flops(layer, graph.batch_size)).for_layer(layer.shape)
         if order != AUTOGRAD.for_layer(layer.shape):
             rewriter.rewrite(layer, order)
             changed.append(name)
     batched = rewriter.finish([layer for name, layer in layers.items() if name in orders])
-    return Changes(tuple(n for n in layers if n in {*changed, *batched}), _left_alone(sites, [*changed, *batched]))
+    done = {*changed, *batched}
+    kept = {name: "autograd's own order is the cheapest" for name in layers if name not in done}
+    return Changes(tuple(name for name in layers if name in done), {**sites.left_alone, **kept})
 
 
-def _left_alone(sites: LoraSites, changed: Collection[str]) -> dict[str, str]:
-    kept = {layer.name: "autograd's own order is the cheapest" for layer in sites.layers if layer.name not in changed}
-    return {**sites.left_alone, **kept}
-
-
-def fewest_flops(layer: LoraLayer, batch_size: int) -> Order:
+def _fewest_flops(layer: LoraLayer, batch_size: int) -> Order:
     """The legal order with the fewest FLOPs; among equals the first of `all_orders`."""
-
     shape = layer.shape.at(batch_size)
     return min(legal_orders(layer), key=lambda order: order_flops(order, shape))
 
@@ -98,14 +94,13 @@ class _Rewriter:
         self.order = {node: float(i) for i, node in enumerate(graph.graph.nodes)}
 
     def rewrite(self, layer: LoraLayer, order: Order) -> None:
-        """Rewrite one layer."""
         reason = refusal(layer, order)
         if reason:
             raise PassError(f"{layer.name} cannot be computed as {order}: {reason}.")
         merged = self._merged(layer, order) if order.merges else None
         if order.merged_forward:
             assert merged is not None
-            self._replace_operand(layer.base, 2 if layer.base.target is aten.addmm.default else 1, merged)
+            layer.base.update_arg(2 if layer.base.target is aten.addmm.default else 1, merged)
             for adapter in layer.adapters:
                 self._replace(adapter.total, adapter.chained)
         weight_product: tuple[fx.Node, float] | None = None
@@ -127,7 +122,7 @@ class _Rewriter:
                 self.graph.graph.erase_node(total)  # a dead user would hide what the sum is now
         if order.merged_input_grad and layer.grad_input is not None and merged is not None:
             transposed = self._emit(aten.t.default, (merged,), layer.grad_input)
-            self._replace_operand(layer.grad_input, 1, transposed)
+            layer.grad_input.update_arg(1, transposed)
 
     def _merged(self, layer: LoraLayer, order: Order) -> fx.Node:
         """W + c AB, in the layout in which W is stored."""
@@ -196,11 +191,6 @@ class _Rewriter:
         new = self._current(new)
         old.replace_all_uses_with(new, propagate_meta=False)
         self.replaced[old] = new
-
-    def _replace_operand(self, node: fx.Node, position: int, operand: fx.Node) -> None:
-        args = list(node.args)
-        args[position] = operand
-        node.args = tuple(args)
 
     def finish(self, layers: Collection[LoraLayer]) -> list[str]:
         """Batch products of one input, put the nodes in an order in which they can run, and remove what nothing needs.

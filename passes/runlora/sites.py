@@ -136,30 +136,24 @@ class _Finder:
 
     def _base(self, node: fx.Node) -> fx.Node:
         """The product of a weight that a chain is added to, below views and other chains' additions."""
+        no_product = NotALayer("what the chain is added to is no product of its input with a weight")
         while True:
             if len(tensor_users(node)) != 1:
                 raise NotALayer("the layer's own product is used elsewhere too, as DoRA does: merging would change that")
-            if product(node) is not None:
+            if (operands := product(node)) is not None:
                 break
             if node.target is aten.add.Tensor and not node.kwargs and len(node.all_input_nodes) == 2:
-                left, right = node.args
-                chain = [n for n in (left, right) if self._is_chain(n)]  # type: ignore[arg-type]
-                if len(chain) != 1:
-                    raise NotALayer("what the chain is added to is no product of its input with a weight")
-                node = right if chain[0] is left else left  # type: ignore[assignment]
+                others = [n for n in node.all_input_nodes if self.first_of_chain(below_views(n)) is None]
+                if len(others) != 1:
+                    raise no_product
+                (node,) = others
             elif same_tensor(node):
                 node = node.args[0]  # type: ignore[assignment]
             else:
-                raise NotALayer("what the chain is added to is no product of its input with a weight")
-        operands = product(node)
-        assert operands is not None
+                raise no_product
         if operands[1] in self.varying or operands[0] not in self.varying:
-            raise NotALayer("what the chain is added to is no product of its input with a weight")
+            raise no_product
         return node
-
-    def _is_chain(self, node: fx.Node) -> bool:
-        leaf = below_views(node)
-        return self.first_of_chain(leaf) is not None
 
     def layer(self, base: fx.Node, adapters: tuple[Adapter, ...]) -> LoraLayer:
         """The layer with the gradients of its adapters."""
@@ -199,8 +193,7 @@ class _Finder:
             for node, gradient, other, left in weights:
                 grad_weight = Gradient(node, left, gradient.scale * other.scale)
             grad_output = next(m.leaf for _, m, _, _ in uses)
-        merged_inputs = [a for a in found if a.grad_input is not None]
-        if merged_inputs and grad_input is None:
+        if grad_input is None and any(a.grad_input is not None for a in found):
             unmergeable = unmergeable or "its input has a gradient through the adapter alone"
         if not unmergeable:
             found = [self._with_input_sum(a, grad_input, grad_scale) for a in found]

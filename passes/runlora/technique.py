@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from graphopt.passes.base import Changes, PassReport, Preserves, Site
 from graphopt.passes.fields import require_one_of
 from graphopt.passes.runlora.choose import TOLERABLE, choose_orders, merge_errors
-from graphopt.passes.runlora.orders import AUTOGRAD, Order, named_order
-from graphopt.passes.runlora.rewrite import fewest_flops, reorder
+from graphopt.passes.runlora.orders import Order, named_order
+from graphopt.passes.runlora.rewrite import reorder
 from graphopt.passes.runlora.sites import find_lora_sites, lora_sites
 from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique, left_alone
@@ -110,11 +110,7 @@ class RunLora(Technique):
         Raises:
             PassError: an unknown layer, or an order that merges where merging would change the result.
         """
-        if not isinstance(decisions, Mapping):
-            own = {layer.name: layer for layer in find_lora_sites(graph).layers}
-            fewest = {name: fewest_flops(own[name], graph.batch_size) for name in decisions if name in own}
-            decisions = {name: self.fixed_order or fewest.get(name, AUTOGRAD) for name in decisions}
-        return reorder(graph, decisions)
+        return reorder(graph, decisions if isinstance(decisions, Mapping) else dict.fromkeys(decisions, self.fixed_order))
 
 
 def _by_name(text: str) -> Order:

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 
 from graphopt import InputError
-from graphopt.analysis.optimizers import Trained, named_optimizer, optimizer_memory
+from graphopt.analysis.optimizers import named_optimizer, optimizer_memory
+from graphopt.graph import Parameter
 from tests.measure import peak_and_rest
 
 CPU = torch.device("cpu")
 SHAPES = [(64, 33), (33,), (128, 64)]
-TRAINED = [Trained(f"p{i}", shape, torch.float32) for i, shape in enumerate(SHAPES)]
+TRAINED = [Parameter(f"p{i}", shape, torch.float32, True) for i, shape in enumerate(SHAPES)]
 
 
 @pytest.mark.parametrize("form", ["", "-loop", "-foreach", "-fused"])
@@ -45,7 +46,7 @@ def test_eight_bit_states_take_a_byte_per_element_and_a_scale_per_block() -> Non
 
 
 def test_master_weights_add_copies_and_float32_states() -> None:
-    half = [Trained("w", (10, 10), torch.bfloat16)]
+    half = [Parameter("w", (10, 10), torch.bfloat16, True)]
     plain, master = (optimizer_memory("adamw-loop", half, CPU, master_weights=m) for m in (False, True))
     assert sum(s for *_, s in plain.states) == 2 * 2 * 100 + 4
     assert sum(s for *_, s in master.states) == 4 * 100 + 2 * 4 * 100 + 4
@@ -53,7 +54,7 @@ def test_master_weights_add_copies_and_float32_states() -> None:
 
 
 def test_float32_gradients_of_master_weights_are_there_in_8_bit_too() -> None:
-    half = [Trained("w", (128, 64), torch.bfloat16), Trained("v", (100,), torch.bfloat16)]
+    half = [Parameter("w", (128, 64), torch.bfloat16, True), Parameter("v", (100,), torch.bfloat16, True)]
     loop, eight = (optimizer_memory(name, half, CPU, master_weights=True) for name in ("adamw-loop", "adamw8bit"))
     gradients = [t for t in eight.temporaries if t.name.startswith("float32 gradient")]
     assert [t.size for t in gradients] == [4 * 128 * 64, 4 * 100]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphopt.passes import Distribute, run_pass
-from graphopt.passes.distribute.buckets import in_buckets
+from graphopt.passes.distribute.rewrite import in_buckets
 from graphopt.passes.distribute.technique import ready_order
 
 from graphopt.analysis.communication import communication
