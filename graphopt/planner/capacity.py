@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -87,7 +87,7 @@ def capacity(
     norms = norms or {}
     found = [norms.get(name, 0.0) for name in inner]
     unit = STEEP * statistics.median([norm for norm in found if norm > 0] or [math.inf])
-    steep = _steep(found, unit)
+    steep = max(found[len(found) // 2 :], default=0.0) >= max(unit, *found, 0.0)  # one of those nearer to the input
     vector = VECTOR_OF_STEEP if steep else VECTOR
     power = SIZE if sizes and (every or steep) else 0.0
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
@@ -112,15 +112,6 @@ def capacity(
     largest = max(values.values(), default=1.0) or 1.0
     missed = steepest if reachable and not makes_room else ""
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms), missed=missed)
-
-
-def _steep(norms: Sequence[float], unit: float) -> bool:
-    """Whether the steepest matrix is one of those nearer to the input, and has a gradient above `unit`.
-
-    Args:
-        norms: of the matrices' gradients, from the output to the input.
-    """
-    return max(norms[len(norms) // 2 :], default=0.0) >= max(unit, *norms, 0.0)
 
 
 def _with_few_rows(graph: TrainingGraph, costs: BackwardCosts, matrices: Collection[str]) -> set[str]:

@@ -66,7 +66,8 @@ class Rater:
         """
         model, args, kwargs, optimizer, loss = self.model, self.args, self.kwargs, self.optimizer, self.loss
         selecting, rule = selecting_of(self.passes), rule_of(self.passes)
-        shared = _writes_to_no_weight(self.graph)
+        written = {desc.target.kind for desc in self.graph.outputs if desc.kind == "mutation"}
+        shared = self.graph.out_spec is not None and "parameter" not in written  # of a model of several graphs it is not known
         if selecting is not None and rule == "greentrainer":
             with stage("importance"):
                 metric = selecting.metric
@@ -117,12 +118,6 @@ def rated_by_all(
         return rate
     rated = rate()
     return lambda: rated
-
-
-def _writes_to_no_weight(graph: TrainingGraph) -> bool:
-    """Whether forward is known to leave parameters as they are; of a model of several graphs it is not."""
-    written = {desc.target.kind for desc in graph.outputs if desc.kind == "mutation"}
-    return graph.out_spec is not None and "parameter" not in written
 
 
 def selecting_of(passes: Sequence[Pass]) -> Selecting | None:
