@@ -82,11 +82,10 @@ class Rater:
                 if earlier is None:
                     with stage("importance"):
                         norms = gradient_norms(model, args, kwargs, profile.order, loss, shared, self.ranks)
-            except NoLoss as error:
-                untold = f"; gradients do not count: {first_line(error)}"
-                logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)
             except (ImportanceError, RuntimeError) as error:  # too little memory, too: what follows needs no gradients
                 untold = f"; gradients do not count: {first_line(error)}"
+                if isinstance(error, NoLoss):
+                    logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)
             rated = capacity(self.graph, profile, norms, reachable)
         rated = replace(rated, source=rated.source + untold)
         if optimizer is None:

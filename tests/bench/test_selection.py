@@ -265,9 +265,9 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str) 
 
 
 def test_what_another_rule_trained_alike_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = BackwardCosts(("b", "a"), 1, ((1, 1), (2, 1)), (1, 1))
+    costs = BackwardCosts(("b", "a"), 1, ((1, 1), (2, 1)), (1, 1), saved_flops=1)
     task = SimpleNamespace(precision="highest", make_model=lambda seed: pytest.fail("trained again"))
-    limit = SimpleNamespace(costs=costs, most=2, profile=SimpleNamespace(forward=1), part=lambda flops: flops / 4)
+    limit = SimpleNamespace(costs=costs, most=2, profile=SimpleNamespace(forward=1))
     monkeypatch.setattr(selection_run, "_limited", lambda name, folder, flops: (task, limit, {"a": (2,), "b": (2, 2)}))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     earlier = {**result(Run("digits", "topmost", 0.7, RATE, STEPS, 0), 0.75), "trained": ["b"]}
