@@ -19,14 +19,14 @@ from typing import Any
 import numpy
 import sympy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from graphopt import compat
 from graphopt.calls import BatchDim, FlatInputs, batch_dims_of, batch_size_of, flatten_call
 from graphopt.compat import pytree
 from graphopt.compat.distributed import local_part
 from graphopt.errors import CaptureError, InputError
-from graphopt.graph import Parameter, TrainingGraph, from_export
+from graphopt.graph import Parameter, TrainingGraph, merge_tied_weights
 from graphopt.transforms.canonicalize import normalise
 
 _PREFIX = "model."
@@ -75,35 +75,29 @@ def capture(
         CaptureError: no trainable parameter, no differentiable output, or Python that cannot be one graph.
     """
     compat.require_supported_torch()
-    with TRACING:
-        return _capture(model, args, kwargs or {}, batch_dim, symbolic)
-
-
-def _capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim, symbolic: bool
-) -> TrainingGraph:
-    inputs = flatten_call(args, kwargs)
+    inputs = flatten_call(args, kwargs or {})
     dims = batch_dims_of(inputs, batch_dim)
     batch_size = batch_size_of(inputs, dims)
     if not any(p.requires_grad for p in model.parameters()):
         raise CaptureError(
             "the model has no trainable parameters: set requires_grad=True on those to be trained before optimize()."
         )
-    model, tensors = compat.without_storage(model, inputs.tensors)
-    with unchanged_rng(tensors), no_generation_cache(model), compat.no_new_globals(_Flat.forward):
-        if batch_size is None:
-            return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
-        if batch_size == 0:
-            raise InputError("the batch is empty: pass at least one sample.")
-        if not symbolic:
-            return _trace(model, inputs, tensors, dims, batch_size, f"a batch of {batch_size}")
-        reason = ""
-        for repeats in _repeats(model, tensors, dims, batch_size):
-            try:
-                return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None)
-            except compat.BatchSpecialised as error:
-                reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
-        return _trace(model, inputs, tensors, dims, batch_size, reason)
+    with TRACING:
+        model, tensors = compat.without_storage(model, inputs.tensors)
+        with unchanged_rng(tensors), no_generation_cache(model), compat.no_new_globals(_Flat.forward):
+            if batch_size is None:
+                return _trace(model, inputs, tensors, dims, 1, "no input has a batch dimension")
+            if batch_size == 0:
+                raise InputError("the batch is empty: pass at least one sample.")
+            if not symbolic:
+                return _trace(model, inputs, tensors, dims, batch_size, f"a batch of {batch_size}")
+            reason = ""
+            for repeats in _repeats(model, tensors, dims, batch_size):
+                try:
+                    return _trace(model, inputs, tiled(tensors, dims, repeats), dims, batch_size, None)
+                except compat.BatchSpecialised as error:
+                    reason = reason or "the model's code fixes the batch size: " + " ".join(str(error).split())[:300]
+            return _trace(model, inputs, tensors, dims, batch_size, reason)
 
 
 def capture_to_run(
@@ -140,17 +134,17 @@ def _trace(
         except CaptureError:
             raise
         except (RuntimeError, TypeError) as error:
-            if "does not require grad" in str(error) or ("requires_grad" in str(error) and "output" in str(error)):
+            text = str(error)
+            if "does not require grad" in text or ("requires_grad" in text and "output" in text):
                 raise CaptureError(_NO_GRADIENT) from error
-            unhashable = "unhashable type" in str(error)  # torch 2.11
-            if "register a pytree" in str(error) or unhashable:
-                kind = str(error).split("'")[1] if "'" in str(error) else "object"
+            if "register a pytree" in text or "unhashable type" in text:  # the latter in torch 2.11
+                kind = text.split("'")[1] if "'" in text else "object"
                 raise CaptureError(
                     f"the model returns a {kind}, in which torch finds no tensors. Return a tensor, tuple, dict or a "
                     "ModelOutput, or register the class with torch.export.register_dataclass."
                 ) from error
             raise CaptureError(
-                f"the backward of the model cannot be traced; check that it trains in eager mode. {error}"
+                f"the backward of the model cannot be traced; check that it trains in eager mode. {text}"
             ) from error
     if not any(desc.kind == "tangent" for desc in export.inputs):
         raise CaptureError(_NO_GRADIENT)
@@ -161,8 +155,22 @@ def _trace(
         symbols = _batch_symbols(export, dims)
         if not symbols:
             raise compat.BatchSpecialised("some inputs' batch became a constant")
-    graph = from_export(export, _parameters(model), symbols, batch_size, tuple(dims), static_reason or "")
-    graph.hands_out = bool(traced.meta["handed_out"])
+    export.module.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs, not the exporter's nesting
+    graph = TrainingGraph(
+        module=export.module,
+        inputs=export.inputs,
+        outputs=export.outputs,
+        parameters=_parameters(model),
+        out_spec=export.out_spec,
+        symbols=symbols,
+        batch_size=batch_size,
+        batch_dims=tuple(dims),
+        static_reason=static_reason or "",
+        guards=tuple(g for g in export.guards if g.free_symbols and g.free_symbols <= symbols),
+        minimum_batch=max((int(export.ranges[symbol].lower) for symbol in symbols), default=1),
+        hands_out=bool(traced.meta["handed_out"]),
+    )
+    merge_tied_weights(graph)
     if static_reason is not None:  # inputs that nothing reads have symbols all the same
         graph.sizes = _sizes(graph, tensors)
     normalise(graph)
@@ -190,9 +198,8 @@ def _batch_symbols(export: compat.JointExport, dims: Sequence[int | None]) -> fr
 
     Inputs that the model never combines keep a symbol each; all stand for the same batch.
     """
-    placeholders = [node for node in export.module.graph.nodes if node.op == "placeholder"]
     symbols = set()
-    for desc, node in zip(export.inputs, placeholders, strict=True):
+    for desc, node in zip(export.inputs, export.module.graph.find_nodes(op="placeholder"), strict=True):
         if desc.kind == "input" and (dim := dims[desc.target]) is not None:
             symbols.add(compat.expression(node.meta["val"].shape[dim]))
     return frozenset(symbols) if all(isinstance(s, sympy.Symbol) for s in symbols) else frozenset()
@@ -206,7 +213,7 @@ def _require_known_sizes(export: compat.JointExport) -> None:
     """
     known = {
         symbol
-        for desc, node in zip(export.inputs, [n for n in export.module.graph.nodes if n.op == "placeholder"], strict=True)
+        for desc, node in zip(export.inputs, export.module.graph.find_nodes(op="placeholder"), strict=True)
         if desc.kind == "input"
         for size in node.meta["val"].shape
         for symbol in compat.expression(size).free_symbols
@@ -223,17 +230,12 @@ def _require_known_sizes(export: compat.JointExport) -> None:
 def _without_prefix(export: compat.JointExport) -> compat.JointExport:
     """Parameter and buffer names as the user's model has them."""
 
-    def strip(desc: compat.InputDesc) -> compat.InputDesc:
-        if desc.kind in ("parameter", "buffer"):
-            return compat.InputDesc(desc.kind, desc.target.removeprefix(_PREFIX))
-        return desc
-
-    def strip_output(desc: compat.OutputDesc) -> compat.OutputDesc:
+    def strip(desc: Any) -> Any:
         if isinstance(desc.target, compat.InputDesc):
-            return compat.OutputDesc(desc.kind, strip(desc.target))
-        return desc
+            return replace(desc, target=strip(desc.target))
+        return replace(desc, target=desc.target.removeprefix(_PREFIX)) if desc.kind in ("parameter", "buffer") else desc
 
-    return replace(export, inputs=tuple(map(strip, export.inputs)), outputs=tuple(map(strip_output, export.outputs)))
+    return replace(export, inputs=tuple(map(strip, export.inputs)), outputs=tuple(map(strip, export.outputs)))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

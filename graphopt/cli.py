@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -172,8 +172,7 @@ def fit(
     as_json: AsJson = False,
 ) -> None:
     """Will a training step fit? Exit code 0 if it does, else 1, with what to change first; allocates no weights."""
-    from graphopt.integrations.fit import fit as find
-    from graphopt.integrations.gpus import gpu_bytes
+    from graphopt.integrations.fit import fit as find, gpu_bytes
     from graphopt.integrations.models import load
 
     gpu_bytes(gpu)
@@ -206,7 +205,7 @@ def pareto(
     from graphopt.integrations.models import load
     from graphopt.planner.guidance import cliffs
     from graphopt.planner.pareto import STEPS, trade_offs
-    from graphopt.report.pareto import plot_points, show_points, show_worth
+    from graphopt.report.costs import plot_points, show_points, show_worth
 
     check_picture(plot)
     states = checked_optimizer(optimizer)
@@ -254,6 +253,7 @@ def optimize(
     import torch
 
     import graphopt
+    from graphopt.analysis.optimizers import named_optimizer
     from graphopt.calls import as_call
     from graphopt.integrations.asked import own_optimizer
     from graphopt.integrations.models import load
@@ -267,8 +267,9 @@ def optimize(
     make_folder_of(out / "report.json")
     with at_work(quiet):
         loaded, inputs = load(model, batch, length, weights=True, random_weights=random_weights)
-        without = states is None and memory is None
-        steps_with = None if compresses or without else _made(states or "sgd", loaded)  # which holds no states either
+        without = states is None and memory is None  # else "sgd", which holds no states either
+        trained = [] if compresses or without else [p for p in loaded.parameters() if p.requires_grad]
+        steps_with = named_optimizer(states or "sgd", trained[0].device)(trained) if trained else None
         opt = graphopt.optimize(
             loaded.train(), inputs, budget=limits, passes=named, backend=backend, optimizer=steps_with, verify=verify
         )
@@ -307,13 +308,6 @@ def report(
         page = model_page(loaded, inputs, title=model, backend=backend, optimizer=states, device_memory=capacity, front=front)
     out.write_text(page, encoding="utf-8")
     print(f"wrote {out}")
-
-
-def _made(optimizer: str, model: Any) -> Any:
-    from graphopt.analysis.optimizers import named_optimizer
-
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return named_optimizer(optimizer, trained[0].device)(trained) if trained else None
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -17,17 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from graphopt.compat import (
-    FORWARD,
-    InputDesc,
-    JointExport,
-    OutputDesc,
-    expression,
-    graph_module,
-    has_effect,
-    output_list,
-    pytree,
-)
+from graphopt.compat import FORWARD, InputDesc, OutputDesc, expression, graph_module, has_effect, output_list, pytree
 from graphopt.compat.graph_modules import copied
 from graphopt.errors import PassError
 
@@ -155,11 +145,10 @@ class TrainingGraph:
             return int(expression(value).subs({**self.sizes, **dict.fromkeys(self.symbols, batch_size)}))
         return _at(expression(value), self.symbols, batch_size)
 
-    def bytes_of(self, value: Any, batch_size: int | None = None) -> int:
-        """Bytes of all tensors in a value, each as if contiguous; at the captured batch size by default."""
-        batch_size = batch_size or self.batch_size
+    def bytes_of(self, value: Any) -> int:
+        """Bytes of all tensors in a value, each as if contiguous, at the captured batch size."""
         tensors = (t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
-        return sum(math.prod(self.at(size, batch_size) for size in t.shape) * t.element_size() for t in tensors)
+        return sum(math.prod(self.at(size, self.batch_size) for size in t.shape) * t.element_size() for t in tensors)
 
     def accepts(self, batch_size: int) -> bool:
         """Whether the graph is valid for `batch_size`: every condition the trace relied on holds there."""
@@ -274,35 +263,7 @@ def parameters_read(node: fx.Node, parameters: Container[fx.Node]) -> list[fx.No
     return sorted(found, key=lambda parameter: -parameter.meta["val"].dim())
 
 
-def from_export(
-    export: JointExport,
-    parameters: tuple[Parameter, ...],
-    symbols: frozenset[sympy.Symbol],
-    batch_size: int,
-    batch_dims: tuple[int | None, ...],
-    static_reason: str,
-) -> TrainingGraph:
-    """Wrap an exported joint graph: alias descriptors merged, guards reduced to those about the batch."""
-    export.module.graph.set_codegen(fx.graph.CodeGen())  # flat inputs and outputs, not the exporter's nesting
-    minimum = max((int(export.ranges[symbol].lower) for symbol in symbols), default=1)
-    graph = TrainingGraph(
-        module=export.module,
-        inputs=export.inputs,
-        outputs=export.outputs,
-        parameters=parameters,
-        out_spec=export.out_spec,
-        symbols=symbols,
-        batch_size=batch_size,
-        batch_dims=batch_dims,
-        static_reason=static_reason,
-        guards=tuple(g for g in export.guards if g.free_symbols and g.free_symbols <= symbols),
-        minimum_batch=minimum,
-    )
-    _merge_tied_weights(graph)
-    return graph
-
-
-def _merge_tied_weights(graph: TrainingGraph) -> None:
+def merge_tied_weights(graph: TrainingGraph) -> None:
     """Where one tensor came in under several names, sum the gradients into the first name's.
 
     Every later name keeps its (unused) placeholder, so that positions do not move.

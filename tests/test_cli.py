@@ -250,7 +250,7 @@ def test_optimize_compresses_gradients(monkeypatch, capsys, tmp_path) -> None:  
 
 def test_a_picture_of_plans_says_how_large_the_batch_is(monkeypatch, capsys, tmp_path) -> None:  # type: ignore[no-untyped-def]
     titles: list[str] = []
-    monkeypatch.setattr("graphopt.report.pareto.plot_points", lambda points, path, title: titles.append(title))
+    monkeypatch.setattr("graphopt.report.costs.plot_points", lambda points, path, title: titles.append(title))
     monkeypatch.setattr("graphopt.planner.pareto.STEPS", 2)
     arguments = ("pareto", "tests.test_cli:wide", "--backend", "aot_eager", "--plot", str(tmp_path / "p.png"), "--quiet")
     assert run(monkeypatch, capsys, *arguments)[0] == 0

@@ -162,7 +162,7 @@ def train(run: Run, folder: Path) -> dict[str, Any]:
     chosen = _chosen(run, task, limit, shapes, 0)
     choosing = time.perf_counter() - start
     trained_names = [costs.names[k] for k in chosen]
-    flops = limit.part(costs.forward_flops + costs.cost(chosen))
+    flops = limit.costs.part(costs.forward_flops + costs.cost(chosen))
     for earlier in finished(folder / RESULTS):
         if run.rule != "rotation" and earlier["trained"] == trained_names and _trains_alike(earlier, run):
             return {**earlier, **asdict(run), "step_flops": flops, "choosing_seconds": choosing, "seconds": 0.0}

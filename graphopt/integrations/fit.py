@@ -20,12 +20,11 @@ from graphopt.analysis.optimizers import OptimizerFactory, check_optimizer
 from graphopt.analysis.segments import MERGED, find_segments
 from graphopt.analysis.step_memory import StepTimeline, step_memory
 from graphopt.api import Analysis, analyze
-from graphopt.budget import Budget
+from graphopt.budget import Budget, parse_bytes
 from graphopt.calls import BatchDim
-from graphopt.errors import GraphoptError, InputError, LossNotFirst
+from graphopt.errors import BudgetError, GraphoptError, InputError, LossNotFirst
 from graphopt.frontend.accepted import require_module
 from graphopt.graph import TrainingGraph
-from graphopt.integrations.gpus import gpu_bytes
 from graphopt.passes.technique import Found
 from graphopt.planner.make_plan import make_plan
 from graphopt.planner.memory_limit import MemoryLimit
@@ -39,6 +38,12 @@ from graphopt.transforms.symbolic_zeros import without_other_outputs
 
 OVERHEAD = CONTEXT_BYTES + SEGMENT_SLACK
 """Bytes beside what a step allocates: the CUDA context, and partly used segments of the allocator."""
+
+GPUS: dict[str, int] = {
+    "t4": 15360, "l4": 23034, "a10g": 23028, "l40s": 46068, "a6000": 49140, "a100-40g": 40960, "a100-80g": 81920,
+    "h100": 81559, "h200": 143771, "rtx3090": 24576, "rtx4090": 24564, "rtx5090": 32607,
+}  # fmt: skip
+"""MiB of one GPU, as nvidia-smi prints it."""
 
 Optimizer = str | OptimizerFactory | torch.optim.Optimizer | None
 
@@ -112,7 +117,7 @@ def fit(
 
     Args:
         model, example_inputs, optimizer, batch_dim: as for `analyze`.
-        gpu: a name such as "h100" or "a100-40g" (see `graphopt.integrations.gpus.GPUS`), bytes, or a text such as "16GiB".
+        gpu: a name such as "h100" or "a100-40g" (see `graphopt.integrations.fit.GPUS`), bytes, or a text such as "16GiB".
         backend: whose memory: "inductor" or "aot_eager".
         lora: rank of low-rank adapters (PEFT) that are trained in the place of all weights.
         margin: share of the GPU's memory that stays free.
@@ -155,6 +160,22 @@ def fit(
         f"CUDA context {in_bytes(CONTEXT_BYTES)}, allocator slack {in_bytes(SEGMENT_SLACK)}, {margin:.0%} of the GPU stays free",
     )
     return Fit(peak <= usable, str(gpu), capacity, usable, memory.batch_size, peak, largest, tuple(found), assumptions)
+
+
+def gpu_bytes(gpu: int | str) -> int:
+    """Bytes of a GPU's memory.
+
+    Args:
+        gpu: one of `GPUS`, bytes, or a text such as "16GiB".
+    Raises:
+        InputError: none of these.
+    """
+    if isinstance(gpu, str) and (mib := GPUS.get(gpu.lower())) is not None:
+        return mib * 2**20
+    try:
+        return parse_bytes(gpu)
+    except BudgetError as error:
+        raise InputError(f"gpu={gpu!r} is unknown: use one of {', '.join(GPUS)}, or an amount such as '16GiB'.") from error
 
 
 def _largest(memory: MemoryProfile, usable: int) -> int | None:
@@ -265,8 +286,6 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
         config = peft.LoraConfig(r=rank, target_modules=targets)
         with warnings.catch_warnings(category=FutureWarning, action="ignore"):  # of PEFT's calls of transformers
             return peft.get_peft_model(copied, config, low_cpu_mem_usage=True)
-    except GraphoptError:
-        raise
     except Exception as error:  # whatever a library says of a model that it does not know
         raise InputError(f"PEFT cannot add adapters to {type(model).__name__}: {error}") from error
 
@@ -277,6 +296,3 @@ def _peft() -> Any:
     except ImportError:
         return None
     return peft
-
-
-__all__ = ["Change", "Fit", "fit", "with_adapters"]

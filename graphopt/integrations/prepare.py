@@ -51,7 +51,7 @@ class Prepared:
             every, by_batches = batches_of(loader), True
         self._by_epoch = by_batches
         self._steps = begin(asked, self._diverted, optimizer, every, self._made, by_batches=by_batches)
-        self._steps.hook = unwrapped(self.optimizer).register_step_post_hook(self._after_step)
+        self._steps.hook = unwrapped(self.optimizer).register_step_post_hook(lambda *_: self._steps.after_step())
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optimizer, self.loader))
@@ -129,9 +129,6 @@ class Prepared:
         if isinstance(self.optimizer, Substituted):
             self.optimizer.settle()
             steps.optimizer = self.optimizer.inner
-
-    def _after_step(self, *_: Any) -> None:
-        self._steps.after_step()
 
 
 def prepare(

@@ -6,10 +6,11 @@ autocast wrapper of accelerate. Everything else is what the Trainer tells its ca
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,6 @@ from graphopt.calls import BatchDim
 from graphopt.compat.fsdp import is_sharded
 from graphopt.errors import GraphoptError, InputError, PassError, RankError
 from graphopt.integrations.asked import Asked, batches_of, begin, own_optimizer
-from graphopt.integrations.buckets import bucketed
 from graphopt.integrations.diverted import Diverted, DivertedCall
 from graphopt.integrations.training_steps import TrainingSteps
 from graphopt.lower import Backend
@@ -34,10 +34,11 @@ from graphopt.runtime.module import OptimizedModule
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["STATE_FILE", "TrainerCallback", "bucketed"]
-
 STATE_FILE = "graphopt.safetensors"
 """In every checkpoint of the Trainer."""
+
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+"""That `bucketed` pads batches to by default, in tokens: at most twice the work."""
 
 _COMPRESSES = (
     "gradients are compressed by this plan, which the Trainer's own optimizer does not see. Make both first: "
@@ -129,7 +130,9 @@ class TrainerCallback(transformers.TrainerCallback):
             )
         every = None
         if asked.reselects:
-            every = asked.reselect_every or _steps_per_epoch(args, kwargs.get("train_dataloader"))
+            batches = batches_of(kwargs.get("train_dataloader"))
+            an_epoch = None if batches is None else math.ceil(batches / args.gradient_accumulation_steps)
+            every = asked.reselect_every or an_epoch
         resumed = _checkpoint(args, state) if state.global_step > 0 else None
 
         def made(opt: OptimizedModule, steps: TrainingSteps) -> None:
@@ -231,12 +234,6 @@ def _run_folder(args: Any) -> Path:
     return Path(trainer._get_output_dir(trial=trainer._trial))
 
 
-def _steps_per_epoch(args: Any, loader: Any) -> int | None:
-    """Optimizer steps of an epoch; None where the data has no length."""
-    batches = batches_of(loader)
-    return None if batches is None else math.ceil(batches / args.gradient_accumulation_steps)
-
-
 def _refuse_unsupported(args: Any) -> None:
     """What wraps the model in another way, and a second compiler: they would get in each other's way."""
     if args.torch_compile:
@@ -283,3 +280,57 @@ def _callers(kind: type) -> Iterator[dict[str, Any]]:
         frame = frame.f_back
         if isinstance(frame.f_locals.get("self"), kind):
             yield frame.f_locals
+
+
+def bucketed(collator: Any, lengths: Sequence[int] = LENGTHS) -> Callable[[Sequence[Any]], Any]:
+    """A data collator that pads every batch to one of `lengths`, so that little is compiled and none has a length of its own.
+
+    The padding is the collator's own (its tokenizer's, with attention mask, and -100 for labels), so that the loss is the
+    same. A batch longer than all of them is padded to the tokenizer's `model_max_length` or to a multiple of the longest.
+
+    Args:
+        collator: one with `pad_to_multiple_of`, such as transformers' `DataCollatorWithPadding`; it is not changed.
+        lengths: in tokens.
+    Raises:
+        InputError: another kind of collator, or lengths that are not that.
+    """
+    if not hasattr(collator, "pad_to_multiple_of"):
+        raise InputError(
+            f"{getattr(collator, '__name__', type(collator).__name__)} has no pad_to_multiple_of, by which batches are padded "
+            "to given lengths: use one of transformers' padding collators, such as DataCollatorWithPadding(tokenizer)."
+        )
+    if not lengths or any(not isinstance(n, int) or n < 1 for n in lengths):
+        raise InputError(f"lengths={lengths!r} must be positive numbers of tokens.")
+    return _Bucketed(collator, tuple(sorted(set(lengths))))
+
+
+class _Bucketed:
+    """See `bucketed`; an object, so that workers of a data loader can be sent it."""
+
+    def __init__(self, collator: Any, lengths: tuple[int, ...]) -> None:
+        self.collator = copy.copy(collator)
+        self.lengths = lengths
+
+    @property
+    def tokenizer(self) -> Any:
+        """The collator's, which a Trainer saves with its checkpoints."""
+        return getattr(self.collator, "tokenizer", None)
+
+    def __call__(self, features: Sequence[Any]) -> Any:
+        """The batch of `features`, padded."""
+        self.collator.pad_to_multiple_of = self._length(max(map(_tokens, features)))
+        return self.collator(features)
+
+    def _length(self, longest: int) -> int:
+        most = getattr(self.tokenizer, "model_max_length", None) or longest
+        fitting = next((length for length in self.lengths if length >= longest), None)
+        if fitting is None:
+            fitting = -(-longest // self.lengths[-1]) * self.lengths[-1]
+        return min(fitting, most) if most >= longest else fitting
+
+
+def _tokens(feature: Any) -> int:
+    """The length of the sequence that is padded: of the tokens, or of labels per token where those are longer."""
+    named = feature if isinstance(feature, Mapping) else {"input_ids": feature}
+    held = [named[key] for key in ("input_ids", "labels") if key in named]
+    return max((len(value) for value in held if hasattr(value, "__len__") and getattr(value, "ndim", 1) != 0), default=1)

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ class TrainingSteps:
         self._autocast: list[tuple[str, torch.dtype, bool]] = []
         self._failed: set[Any] = set()
         self._warned: set[str] = set()
-        self.watches_losses = False  # whether anybody asks for `losses_finite`
+        self.watches_losses = False  # whether anybody asks for `all_finite`
         self._finite: Tensor | None = None  # whether losses were, since that was asked or a step was taken
         self._by_batches = by_batches
         self._batches = 0
@@ -177,10 +177,14 @@ class TrainingSteps:
         if self._gave_up or (self._failed and self._kind(batch) in self._failed):
             return None
         if opt is None:
-            made = self._first(batch)
-            if isinstance(made, _Failure):
-                return made
-            opt = made
+            try:
+                opt = self._make(self, batch)
+            except (BudgetError, InputError, PassError, RankError):
+                raise  # what the user asked for, not the optimisation; or what other ranks do
+            except Exception as error:  # other batches are tried
+                return _Failure(None if isinstance(error, ImportanceError) else self._kind(batch), str(error))
+            self.savings.overhead += float(_measured(opt))
+            self.opt = opt
         args, kwargs = as_call(batch)
         stood_in = opt.model_runs
         try:
@@ -199,18 +203,6 @@ class TrainingSteps:
     def _kind(self, batch: Any) -> Any:
         return kind_of(batch) if self.opt is not None or not self.ranks.several else None  # a plan is tried by all or by none
 
-    def _first(self, batch: Any) -> OptimizedModule | _Failure:
-        """Make the optimised model from the first batch; failures are tried again with other batches."""
-        try:
-            opt = self._make(self, batch)
-        except (BudgetError, InputError, PassError, RankError):
-            raise  # what the user asked for, not the optimisation; or what other ranks do
-        except Exception as error:
-            return _Failure(None if isinstance(error, ImportanceError) else self._kind(batch), str(error))
-        self.savings.overhead += float(_measured(opt))
-        self.opt = opt
-        return opt
-
     def _fail(self, failure: _Failure) -> None:
         self._failed.add(failure.kind if failure.kind is not None else len(self._failed))
         self._gave_up = len(self._failed) >= ATTEMPTS
@@ -223,17 +215,13 @@ class TrainingSteps:
             self._warned.add(key or message)
             logger.warning("%s", message)
 
-    def losses_finite(self) -> bool:
-        """Whether every loss since the last call was finite; of models that return none, always."""
-        finite, self._finite = self._finite, None
-        return finite is None or bool(finite)
-
     def all_finite(self, gradients: Iterable[Tensor]) -> bool:
         """Whether losses, or else gradients, are finite on all ranks: a step is taken by all or by none.
 
         A loss of the model's own that is not finite is a reason to look, no more: a loop may differentiate another.
         """
-        finite = self.losses_finite() or all(bool(torch.isfinite(_entries(gradient)).all()) for gradient in gradients)
+        losses, self._finite = self._finite, None
+        finite = losses is None or bool(losses) or all(bool(torch.isfinite(_entries(gradient)).all()) for gradient in gradients)
         ranks = self.ranks
         if not ranks.several:
             return finite
@@ -253,7 +241,10 @@ class TrainingSteps:
         if self.opt is None or self._batch is None or (self._gave_up and not self.opt.ranks.several):
             return  # of several ranks, others may go on, and need this one to agree
         try:
-            with self.as_in_training():
+            with contextlib.ExitStack() as as_in_training:
+                as_in_training.enter_context(self._diverted.set_aside())
+                for device, dtype, enabled in self._autocast:  # as in the last training step
+                    as_in_training.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
                 if reselect:
                     self.opt.reselect(self._batch, self.optimizer)
                     self.savings.overhead += float(rule_of(self.opt.plan.passes) == "greentrainer" and _measured(self.opt))
@@ -267,15 +258,6 @@ class TrainingSteps:
             raise
         except Exception as error:
             self.warn(f"the plan could not be adapted and stays as it is: {error}", type(error))
-
-    @contextlib.contextmanager
-    def as_in_training(self) -> Iterator[None]:
-        """The model and the autocast state as they were in the last training step."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._diverted.set_aside())
-            for device, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-            yield
 
     def numbers(self) -> dict[str, float]:
         """What happened so far, for logs."""

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -39,7 +39,6 @@ from graphopt.analysis.batch_dims import gradient_cone
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.flops import FlopProfile, flop_profile
 from graphopt.graph import TrainingGraph, ancestors, parameters_read
-from graphopt.planner.costs import BackwardCosts, backward_costs
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
 
@@ -75,22 +74,21 @@ def capacity(
         norms: of the gradients of a batch's loss, by name; of the tensors that were measured. Their scale does not matter.
         reachable: tensors that the budget can reach.
     """
-    costs = backward_costs(profile)
     shapes = {p.name: p.shape for p in graph.parameters}
-    last = {name for k, name in enumerate(costs.names) if costs.cost([k]) == costs.weight_grad_flops[k]}
-    inner = [name for name in costs.names if name not in last and not is_vector(shapes[name])]
-    multiplied = dict(zip(costs.names, costs.weight_grad_flops, strict=True))  # tables that are only looked up take none
-    sizes = {name: math.prod(shapes[name]) for name in inner if multiplied[name]}
+    own = {row.name: row.weight_grad_flops for row in profile.tensors}
+    last = {name for name in profile.order if profile.cost([name]) == own[name]}
+    inner = [name for name in profile.order if name not in last and not is_vector(shapes[name])]
+    sizes = {name: math.prod(shapes[name]) for name in inner if own[name]}  # tables that are only looked up take no FLOPs
     every = _reads_every_row(graph)
     usual = statistics.median(sizes.values() or [1])
-    idle = set() if every else _with_few_rows(graph, costs, inner)
+    idle = set() if every else _with_few_rows(graph, profile, inner)
     norms = norms or {}
     found = [norms.get(name, 0.0) for name in inner]
     unit = STEEP * statistics.median([norm for norm in found if norm > 0] or [math.inf])
-    steep = _steep(found, unit)
+    steep = max(found[len(found) // 2 :], default=0.0) >= max(unit, *found, 0.0)  # one of those nearer to the input
     vector = VECTOR_OF_STEEP if steep else VECTOR
     power = SIZE if sizes and (every or steep) else 0.0
-    kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in costs.names}
+    kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in profile.order}
     if steep:
         kinds = {name: value * (1 + DEEPER * k / len(kinds)) for k, (name, value) in enumerate(kinds.items())}
     steepest = max(inner, key=lambda name: norms.get(name, 0.0)) if steep else ""
@@ -114,25 +112,14 @@ def capacity(
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms), missed=missed)
 
 
-def _steep(norms: Sequence[float], unit: float) -> bool:
-    """Whether the steepest matrix is one of those nearer to the input, and has a gradient above `unit`.
-
-    Args:
-        norms: of the matrices' gradients, from the output to the input.
-    """
-    return max(norms[len(norms) // 2 :], default=0.0) >= max(unit, *norms, 0.0)
-
-
-def _with_few_rows(graph: TrainingGraph, costs: BackwardCosts, matrices: Collection[str]) -> set[str]:
+def _with_few_rows(graph: TrainingGraph, profile: FlopProfile, matrices: Collection[str]) -> set[str]:
     """Matrices that learn from a smaller part of the rows that forward computes with them than others do.
 
     Args:
         graph: as captured.
-        costs: of the graph as it is after exact rewrites, which leave rows out.
+        profile: of the graph as it is after exact rewrites, which leave rows out.
     """
-    captured = backward_costs(flop_profile(graph))
-    before = dict(zip(captured.names, captured.weight_grad_flops, strict=True))
-    left = dict(zip(costs.names, costs.weight_grad_flops, strict=True))
+    before, left = ({row.name: row.weight_grad_flops for row in p.tensors} for p in (flop_profile(graph), profile))
     shares = {name: left[name] / before[name] for name in matrices if before.get(name)}
     return {name for name, share in shares.items() if share < FEW_ROWS * max(shares.values())}
 

@@ -17,26 +17,21 @@ class BackwardCosts:
     Attributes:
         names: trainable parameters, from the output (near the loss) to the input.
         forward_flops: T_fp.
-        classes: (indices into `names`, FLOPs): backward nodes that run if and only if one of these gradients is wanted.
+        classes: (bit mask over `names`, FLOPs): backward nodes that run if and only if one of these gradients is wanted.
         weight_grad_flops: t_dw per name, the part of the classes that only this gradient needs.
         saved_flops: of full training's step, what earlier passes leave out of it whatever is trained; below 0 if they add.
     """
 
     names: tuple[str, ...]
     forward_flops: int
-    classes: tuple[tuple[frozenset[int], int], ...]
+    classes: tuple[tuple[int, int], ...]
     weight_grad_flops: tuple[int, ...]
     saved_flops: int = 0
-
-    @cached_property
-    def masks(self) -> tuple[tuple[int, int], ...]:
-        """The classes as (bit mask, FLOPs)."""
-        return tuple((sum(1 << i for i in members), flops) for members, flops in self.classes)
 
     def cost(self, selection: Iterable[int]) -> int:
         """Exact backward FLOPs when only these gradients are computed: sum of the classes that one of them needs."""
         wanted = sum(1 << i for i in set(selection))
-        return sum(flops for mask, flops in self.masks if mask & wanted)
+        return sum(flops for mask, flops in self.classes if mask & wanted)
 
     @cached_property
     def backward_flops(self) -> int:
@@ -71,10 +66,9 @@ class BackwardCosts:
         Every class that touches one of the parameters 0..d, less what their own gradients cost. If d is the deepest
         selected, the chain costs at most this, whatever else is selected: exact for a chain, an upper bound for any graph.
         """
-        first = [min(members) for members, _ in self.classes]
         by_depth = [0] * len(self.names)
-        for depth, (_, flops) in zip(first, self.classes, strict=True):
-            by_depth[depth] += flops
+        for mask, flops in self.classes:
+            by_depth[(mask & -mask).bit_length() - 1] += flops  # at the lowest bit
         total, prefix = 0, []
         for depth, own in enumerate(self.weight_grad_flops):
             total += by_depth[depth] - own
@@ -102,9 +96,7 @@ def backward_costs(profile: FlopProfile, full_step: int | None = None) -> Backwa
     return BackwardCosts(
         names=profile.order,
         forward_flops=profile.forward,
-        classes=tuple(
-            (frozenset(i for i in range(len(profile.order)) if mask >> i & 1), flops) for mask, flops in profile.classes
-        ),
+        classes=profile.classes,
         weight_grad_flops=tuple(rows[name].weight_grad_flops for name in profile.order),
         saved_flops=0 if full_step is None else full_step - profile.step,
     )

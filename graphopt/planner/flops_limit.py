@@ -60,10 +60,6 @@ class FlopsLimit:
         assert self.plan.budget.flops is not None
         return self.costs.forward_flops + self.costs.affordable(self.plan.budget.flops)
 
-    def part(self, flops: float) -> float:
-        """FLOPs as a part of full training's on the captured graph."""
-        return self.costs.part(flops)
-
     def step_flops(self, names: frozenset[str]) -> int:
         """FLOPs of the dearest step of the rewritten graph that trains some tensors."""
         return dearest_step(replace(self.plan, train=names), self.graph, self.profile)
@@ -105,13 +101,12 @@ class FlopsLimit:
         Raises:
             BudgetError: it allows none; states the smallest feasible fraction.
         """
-        missed = (importance.missed, self._fraction_of(importance.missed)) if importance.missed else None
-        return replace(self._selected(importance), missed=missed)
-
-    def _fraction_of(self, name: str) -> float:
-        """The smallest budget, in hundredths, that reaches a tensor."""
-        flops = self.profile.forward + self.profile.cost([name]) - max(0, self.likely_saved)
-        return math.ceil(100 * self.part(flops)) / 100
+        selection, missed = self._selected(importance), importance.missed
+        if not missed:
+            return selection
+        flops = self.profile.forward + self.profile.cost([missed]) - max(0, self.likely_saved)
+        reaching = math.ceil(100 * self.costs.part(flops)) / 100
+        return replace(selection, missed=(missed, reaching))
 
     def _selected(self, importance: Importance) -> Selection:
         assert self.plan.budget.flops is not None
@@ -164,10 +159,9 @@ class FlopsLimit:
         name, flops = self._cheapest, self.step_flops(frozenset([self._cheapest]))
         if flops > self.most:
             raise self._infeasible()
-        value = values[self.profile.order.index(name)]
-        if value <= 0:
-            return Selection((), 0, 0.0, "the cheapest tensor")
-        return Selection((name,), self.profile.cost([name]), value, "the cheapest tensor")
+        value = max(0.0, values[self.profile.order.index(name)])
+        names = (name,) if value else ()
+        return Selection(names, self.profile.cost(names), value, "the cheapest tensor")
 
     @cached_property
     def smallest(self) -> float:
@@ -180,7 +174,7 @@ class FlopsLimit:
     def sensible(self) -> float:
         """The smallest budget that trains something beyond the forward: a quarter of the backward, rounded down to hundredths."""
         quarter = self.captured.forward + (self.captured.step - self.captured.forward) // 4
-        return max(self.smallest, math.floor(100 * self.part(quarter)) / 100)
+        return max(self.smallest, math.floor(100 * self.costs.part(quarter)) / 100)
 
     def _infeasible(self) -> BudgetError:
         assert self.plan.budget.flops is not None
@@ -255,5 +249,5 @@ def check_given(train: Sequence[str], plan: Plan, graph: TrainingGraph) -> None:
     if needed > limit.most:
         raise BudgetError(
             f"flops={plan.budget.flops} is less than training the tensors that were given needs: "
-            f"{limit.part(needed):.4f} of a full step. Train fewer, or leave them to be selected: GreenTrainer()."
+            f"{limit.costs.part(needed):.4f} of a full step. Train fewer, or leave them to be selected: GreenTrainer()."
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -86,7 +87,11 @@ def batch_gradients(
     names, divided = ranks.same(list(names), what), is_divided(model)
 
     def measure() -> dict[str, Tensor | None]:
-        own = model if divided else _copied(model, shared)
+        try:
+            own = model if divided else twin(model, shared)
+        except Exception as error:
+            why = f'the model cannot be copied ({first_line(error)}). Use GreenTrainer(rule="capacity").'
+            raise ImportanceError(why) from error
         of, named = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
         tensors = [*model.parameters(), *flatten_call(of, named).tensors]
         with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
@@ -96,13 +101,6 @@ def batch_gradients(
 
     found = ranks.together(measure, what)
     return dict(zip(found, mean_of_ranks(found, model, ranks, what), strict=True))
-
-
-def _copied(model: nn.Module, shared: bool) -> nn.Module:
-    try:
-        return twin(model, shared)
-    except Exception as error:
-        raise ImportanceError(f'the model cannot be copied ({first_line(error)}). Use GreenTrainer(rule="capacity").') from error
 
 
 def _of_copy(
@@ -116,18 +114,15 @@ def _of_copy(
     for parameter in parameters.values():
         parameter.grad = None  # that of a subclass of nn.Parameter is copied with it
 
-    def keep(name: str) -> Callable[[Tensor], None]:
-        def of(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if found[name] is not None:  # a backward inside the backward
-                raise ImportanceError(f"the gradient of {name} is accumulated in parts.")
-            found[name] = kept(parameter.grad if scale is None else parameter.grad.float() / scale)
-            parameter.grad = None
-
-        return of
+    def keep(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if found[name] is not None:  # a backward inside the backward
+            raise ImportanceError(f"the gradient of {name} is accumulated in parts.")
+        found[name] = kept(parameter.grad if scale is None else parameter.grad.float() / scale)
+        parameter.grad = None
 
     for name, parameter in parameters.items():
-        parameter.register_post_accumulate_grad_hook(keep(name))
+        parameter.register_post_accumulate_grad_hook(functools.partial(keep, name))
     (value if scale is None else value.float() * scale).backward(inputs=list(parameters.values()))
     return found
 

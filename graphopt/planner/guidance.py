@@ -52,7 +52,7 @@ def worth_of_flops(
     found = []
     for ratio in sorted({round(r, 6) for r in tried}):
         try:
-            selection = select(costs, values, ratio, spare_flops=spare_flops, solver="knapsack")
+            selection = select(costs, values, ratio, spare_flops=spare_flops, quick=True)
         except BudgetError:  # a rounding below the smallest
             continue
         found.append(Worth(ratio, selection.value / total, len(selection.names)))

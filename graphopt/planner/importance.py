@@ -84,10 +84,7 @@ def measure_importance(
 
     gradients = batch_gradients(model, args, kwargs, names, scalar, shared, ranks, "measuring importance")
     probed = source == PROBED
-    if optimizer is None:
-        source += ", plain SGD"
-    else:
-        source += f", {type(optimizer).__name__}'s next step"
+    source += ", plain SGD" if optimizer is None else f", {type(optimizer).__name__}'s next step"
     if metric != "loss":
         source += f", metric {metric!r}"
     raw, parameters = dict.fromkeys(gradients, 0.0), dict(model.named_parameters())

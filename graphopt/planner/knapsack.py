@@ -26,8 +26,6 @@ def chain_knapsack(costs: BackwardCosts, importance: Sequence[float], limit: int
     """
     prefix = costs.chain_prefix
     depths = [d for d, chain in enumerate(prefix) if chain <= limit]
-    if not depths or limit < 0:
-        return []
     unit = max(limit / resolution, 1e-9)
     weights = [int(np.ceil(costs.weight_grad_flops[d] / unit)) for d in depths]
     room = [min(resolution, int((limit - prefix[d]) / unit)) for d in depths]
@@ -62,9 +60,8 @@ def fill(costs: BackwardCosts, importance: Sequence[float], limit: int, selectio
     The knapsack's chain model is an upper bound on graphs that branch, and it rounds up; this spends what that left over.
     """
     chosen = set(selection)
-    wanted = sum(1 << i for i in chosen)
-    spent = sum(flops for mask, flops in costs.masks if mask & wanted)
-    idle = [(mask, flops) for mask, flops in costs.masks if not mask & wanted]
+    spent, wanted = costs.cost(chosen), sum(1 << i for i in chosen)
+    idle = [(mask, flops) for mask, flops in costs.classes if not mask & wanted]
     while True:
         best, best_density, best_cost = -1, 0.0, 0
         for i, gain in enumerate(importance):

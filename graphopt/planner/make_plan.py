@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphopt.analysis.flops import flop_profile
 from graphopt.budget import Budget
@@ -56,7 +56,9 @@ def make_plan(
     if budget.memory is not None:
         passes = without_gradients(passes)  # a full backward may be just what does not fit
     plan = Plan(budget, passes, memory=MemoryLimit.of(budget, backend, optimizer, graph), not_needed=left_out)
-    inputs = _inputs(graph, args, kwargs, ranks)
+    call = flatten_call(args, kwargs)
+    known = graph.out_spec is not None and fake_mode_of(call.tensors) is None and not any(t.is_meta for t in call.tensors)
+    inputs = (call.names, call.tensors, graph.batch_size) if known and (ranks is None or ranks.size == 1) else None
     planning = Planning(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, auto, not_separable, inputs)
     for rewrite in passes:
         plan = technique(rewrite).before_selection(plan, planning)
@@ -71,16 +73,6 @@ def make_plan(
     for rewrite in plan.passes:
         plan = technique(rewrite).after_selection(plan, planning)
     return plan
-
-
-def _inputs(
-    graph: TrainingGraph, args: tuple[Any, ...], kwargs: dict[str, Any], ranks: Ranks | None
-) -> tuple[tuple[str, ...], tuple[Tensor, ...], int] | None:
-    call = flatten_call(args, kwargs)
-    known = fake_mode_of(call.tensors) is None and not any(t.is_meta for t in call.tensors)
-    if graph.out_spec is None or not known or (ranks is not None and ranks.size > 1):
-        return None
-    return call.names, call.tensors, graph.batch_size
 
 
 def _with_selection(plan: Plan, rater: Rater) -> Plan:

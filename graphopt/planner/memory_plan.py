@@ -48,21 +48,15 @@ def within_memory(plan: Plan, graph: TrainingGraph, rate: Callable[[], Importanc
     profile = flop_profile(graph)
     if peaks.within(plan) and within_flops(plan, graph, profile):
         return plan
-    forms = finer_plans(plan, graph)
+    forms = [plan]  # and the same with what takes less and less memory for the same gradients, the cheapest first
+    for rewrite in plan.passes:
+        while (form := technique(rewrite).finer(forms[-1], graph)) is not None:
+            forms.append(form)
     if len(forms) > 1 and peaks.estimated(forms[-1]) < peaks.estimated(plan):
         plan = forms[-1]
     if not (peaks.within(plan) and within_flops(plan, graph, profile)):
         plan = _searched(plan, peaks, profile, rate)
     return _quicker(plan, forms, peaks, profile)
-
-
-def finer_plans(plan: Plan, graph: TrainingGraph) -> list[Plan]:
-    """A plan, and the same with what takes less and less memory for the same gradients, the cheapest first."""
-    forms = [plan]
-    for rewrite in plan.passes:
-        while (form := technique(rewrite).finer(forms[-1], graph)) is not None:
-            forms.append(form)
-    return forms
 
 
 def _quicker(plan: Plan, forms: Sequence[Plan], peaks: Peaks, profile: FlopProfile) -> Plan:

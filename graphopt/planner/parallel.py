@@ -30,6 +30,9 @@ MARGIN = 0.05
 SEGMENT_SLACK = 20 * 2**20
 """Bytes that the caching allocator may hold in partly used segments, over the sum of live tensors."""
 
+OF_TENSORS = ("gradient", "optimizer state")
+"""Categories of what training a tensor holds beside the tensor itself."""
+
 ZERO_3_COMMUNICATION = 1.5
 """What ADP communicates, in units of what CDP does."""
 
@@ -172,7 +175,7 @@ def plan_devices(
     best = max(rows, key=lambda row: row.score)  # of equals the first, which the paper prefers
     if not best.score:
         peak = partial(_peak, profile, offload_bytes, overhead)
-        batch = _largest(peak, limit)
+        batch = largest_batch(lambda batch: peak(batch) <= limit)
         why = "gradients and optimizer states live on the host" if batch else "not even this fits one sample"
         best = StrategyRow("offload", batch, batch * devices, float(batch), peak(max(batch, 1)), why)
         rows.append(best)
@@ -199,50 +202,32 @@ def _peak(profile: MemoryProfile, estimate: Callable[[MemoryProfile], int], over
     return estimate(profile.at(batch)) + overhead
 
 
-def _largest(peak: Callable[[int], int], limit: int) -> int:
-    return largest_batch(lambda batch: peak(batch) <= limit)
-
-
 def strategy_bytes(profile: MemoryProfile, layout: Layout) -> int:
     """Peak bytes on one device under a strategy, exact by construction on the timeline.
 
     CDP keeps everything, and DDP's buckets; ADP is `sharded_peak`; TP shards matrices over its group; DP+TP shards matrices over
     the group and gradients and states over all devices (the corrected form: the half-precision share is 1/tp, not 1 - tp/n).
     """
-    n, tp = layout.devices, layout.tensor_parallel
+    if layout.method is Method.CDP:
+        gradients = sum(s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient")
+        return profile.peak_bytes + (gradients if layout.devices > 1 else 0)
+    if layout.method is Method.ADP:
+        return sharded_peak(profile, layout.devices)
     matrices = {b.name for b in profile.blocks if b.category == "parameter" and len(b.shape) >= 2}
-    match layout.method:
-        case Method.CDP:
-            gradients = sum(s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient")
-            return profile.peak_bytes + (gradients if n > 1 else 0)
-        case Method.ADP:
-            return sharded_peak(profile, n)
-        case Method.TP:
-            return _scaled_peak(profile, lambda b: Fraction(1, tp) if _of_matrix(b, matrices) else Fraction(1))
-        case _:
 
-            def share(block: Block) -> Fraction:
-                if block.category in ("gradient", "optimizer state"):
-                    return Fraction(1, n)
-                return Fraction(1, tp) if _of_matrix(block, matrices) else Fraction(1)
+    def share(block: Block) -> Fraction:
+        if layout.method is Method.DP_TP and block.category in OF_TENSORS:
+            return Fraction(1, layout.devices)
+        of_matrix = block.name.partition(": ")[0].removeprefix("gradient of ") in matrices
+        return Fraction(1, layout.tensor_parallel if of_matrix and block.category in ("parameter", *OF_TENSORS) else 1)
 
-            return _scaled_peak(profile, share)
+    return _scaled_peak(profile, share)
 
 
 def offload_bytes(profile: MemoryProfile) -> int:
     """Peak bytes on the device when gradients and optimizer states live on the host (as CPU offload does)."""
     gradients = [s for b, s in zip(profile.blocks, profile.sizes, strict=True) if b.category == "gradient"]
-    on_host = ("gradient", "optimizer state")
-    return _scaled_peak(profile, lambda b: Fraction(int(b.category not in on_host))) + max(gradients, default=0)
-
-
-def _of_matrix(block: Block, matrices: set[str]) -> bool:
-    """Whether a block is a matrix parameter, or its gradient or state."""
-    if block.category == "parameter":
-        return block.name in matrices
-    if block.category == "gradient":
-        return block.name.removeprefix("gradient of ") in matrices
-    return block.category == "optimizer state" and block.name.partition(": ")[0] in matrices
+    return _scaled_peak(profile, lambda b: Fraction(int(b.category not in OF_TENSORS))) + max(gradients, default=0)
 
 
 def _scaled_peak(profile: MemoryProfile, share: Callable[[Block], Fraction]) -> int:
@@ -252,7 +237,7 @@ def _scaled_peak(profile: MemoryProfile, share: Callable[[Block], Fraction]) -> 
 
 
 def _row(layout: Layout, peak_of: Callable[[int], int], limit: int) -> StrategyRow:
-    batch = _largest(peak_of, limit)
+    batch = largest_batch(lambda batch: peak_of(batch) <= limit)
     samples, peak = batch * layout.data_parallel, peak_of(max(batch, 1))
     score = samples * (ZERO_3_COMMUNICATION if layout.method is Method.CDP else 1.0)
     hybrid = f" ({layout.data_parallel} x {layout.tensor_parallel})" if layout.method is Method.DP_TP else ""

@@ -12,7 +12,7 @@ from graphopt.errors import BudgetError
 from graphopt.graph import TrainingGraph
 from graphopt.passes import BY_NAME, in_order
 from graphopt.planner.capacity import capacity
-from graphopt.planner.costs import backward_costs, smallest_ratio
+from graphopt.planner.costs import smallest_ratio
 from graphopt.planner.memory_limit import MemoryLimit
 from graphopt.planner.memory_problem import make_problem, offers_of, planned
 from graphopt.planner.plan import Plan
@@ -59,10 +59,9 @@ def trade_offs(
     offered = [rewrite for kind in BY_NAME.values() if (rewrite := kind.offered(graph)) is not None]
     bare = Plan(Budget(), in_order(offered), memory=limit)
     problem = make_problem(bare, graph, profile, importance, offers_of(bare, graph))
-    costs = backward_costs(profile)
     found: dict[tuple[tuple[int, ...], ...], Point] = {}
     total = sum(problem.importance) or 1.0
-    for flops_limit, memory_limit in _limits(smallest_ratio(costs), problem):
+    for flops_limit, memory_limit in _limits(smallest_ratio(problem.costs), problem):
         advance()
         allocation = solve(problem, flops_limit, memory_limit, time_limit=2.0)
         if allocation is None:
@@ -75,7 +74,7 @@ def trade_offs(
         kept = sum(problem.importance[k] for k in allocation.train)
         kept -= (1 - problem.kept_value) * sum(problem.importance[k] for k in allocation.compressed)
         found[key] = Point(
-            costs.part(reports[-1].step_flops_after),
+            problem.costs.part(reports[-1].step_flops_after),
             limit.peak_of(rewritten, graph.batch_size),
             kept / total,
             len(allocation.train),

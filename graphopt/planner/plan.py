@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
+from graphopt.analysis.kept import kept
 from graphopt.budget import Budget
 from graphopt.errors import BudgetError, PassError
 from graphopt.graph import TrainingGraph
@@ -16,11 +17,16 @@ from graphopt.passes import BY_NAME, Pass, PassReport, Preserves, in_order, run_
 from graphopt.passes.technique import Decision, technique
 from graphopt.planner.importance import Importance
 from graphopt.planner.memory_limit import MemoryLimit
-from graphopt.planner.rewrites import once
 from graphopt.planner.selection import Selection
+from graphopt.runtime.bounded_cache import BoundedCache
 from graphopt.transforms.region_products import keep_last_products
 
 PassList = str | Sequence[str | Pass]
+
+REWRITES = 3
+"""That are kept per graph, those used last; of each as many again, one pass further on."""
+
+Rewritten = tuple[TrainingGraph, PassReport]
 
 
 def resolve_passes(passes: PassList, budget: Budget) -> tuple[Pass, ...]:
@@ -142,17 +148,17 @@ class Plan:
         Args:
             planned: the parameters that the plan knows of; others in the graph are trained.
         """
-        if self.train is not None:
-            sites = {p.name for p in graph.trainable}
-            kept = {name for name in sites if self.trains(name, planned)}
-            if not kept:
-                graph = graph.clone()
-                for name in sites:
-                    graph.drop_gradient(name)
-                graph.eliminate_dead_code()
-                return graph, []
+        if self.train is None:
+            return self.rewrite(graph)
+        sites = {p.name for p in graph.trainable}
+        kept = {name for name in sites if self.trains(name, planned)}
+        if kept:
             return replace(self, train=self.train | kept).rewrite(graph)
-        return self.rewrite(graph)
+        graph = graph.clone()
+        for name in sites:
+            graph.drop_gradient(name)
+        graph.eliminate_dead_code()
+        return graph, []
 
     @cached_property
     def samples(self) -> bool:
@@ -212,3 +218,29 @@ class Plan:
         if sampling[0] < len(reports) - 1:
             whole = self.without_sampling().rewrite(graph, batch_size)[1][-1].step_flops_after
         return reports[-1].step_flops_after / whole if whole else 1.0
+
+
+def once(run: Callable[[Pass, TrainingGraph, Any], Rewritten], rewrite: Pass, graph: TrainingGraph, decisions: Any) -> Rewritten:
+    """`run(rewrite, graph, decisions)`, or what it gave before for the same pass, graph and decisions.
+
+    Plans that differ in one pass share what runs before it. That relies on a pass being a function of its own fields, the graph
+    and the decisions.
+    """
+    frozen = _frozen(decisions)
+    if frozen is None:
+        return run(rewrite, graph, decisions)
+    made: BoundedCache[Hashable, tuple[Pass, Rewritten]] = kept(graph, "rewrites", None, lambda: BoundedCache(REWRITES))
+    key = run, id(rewrite), frozen  # the entry holds the pass, so that no other has its id
+    found = made.get(key) or made.put(key, (rewrite, run(rewrite, graph, decisions)))
+    return found[1]
+
+
+def _frozen(decisions: Any) -> Hashable | None:
+    """Decisions as a key, their order included where they have one; None where they cannot be one."""
+    frozen = tuple(decisions.items()) if isinstance(decisions, Mapping) else decisions
+    frozen = frozenset(frozen) if isinstance(frozen, Set) else frozen
+    try:
+        hash(frozen)
+    except TypeError:
+        return None
+    return type(decisions).__name__, frozen

@@ -138,11 +138,8 @@ def are_times(times: Any) -> bool:
     if not isinstance(times, dict) or not all(isinstance(seconds, dict) for seconds in times.values()):
         return False
     named = [entry for seconds in times.values() for entry in seconds.items()]
-    return all(isinstance(name, str) and _NAME.fullmatch(name) and _is_time(value) for name, value in named)
-
-
-def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    known = all(isinstance(name, str) and _NAME.fullmatch(name) for name, _ in named)
+    return known and all(type(value) in (int, float) and 0 < value < math.inf for _, value in named)
 
 
 def adopt_times(times: dict[str, dict[str, float]]) -> bool:

@@ -66,7 +66,8 @@ class Rater:
         """
         model, args, kwargs, optimizer, loss = self.model, self.args, self.kwargs, self.optimizer, self.loss
         selecting, rule = selecting_of(self.passes), rule_of(self.passes)
-        shared = _writes_to_no_weight(self.graph)
+        written = {desc.target.kind for desc in self.graph.outputs if desc.kind == "mutation"}
+        shared = self.graph.out_spec is not None and "parameter" not in written  # of a model of several graphs it is not known
         if selecting is not None and rule == "greentrainer":
             with stage("importance"):
                 metric = selecting.metric
@@ -81,11 +82,10 @@ class Rater:
                 if earlier is None:
                     with stage("importance"):
                         norms = gradient_norms(model, args, kwargs, profile.order, loss, shared, self.ranks)
-            except NoLoss as error:
-                untold = f"; gradients do not count: {first_line(error)}"
-                logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)
             except (ImportanceError, RuntimeError) as error:  # too little memory, too: what follows needs no gradients
                 untold = f"; gradients do not count: {first_line(error)}"
+                if isinstance(error, NoLoss):
+                    logger.warning("%s Tensors are rated by place and size alone.", _NO_LOSS)
             rated = capacity(self.graph, profile, norms, reachable)
         rated = replace(rated, source=rated.source + untold)
         if optimizer is None:
@@ -117,12 +117,6 @@ def rated_by_all(
         return rate
     rated = rate()
     return lambda: rated
-
-
-def _writes_to_no_weight(graph: TrainingGraph) -> bool:
-    """Whether forward is known to leave parameters as they are; of a model of several graphs it is not."""
-    written = {desc.target.kind for desc in graph.outputs if desc.kind == "mutation"}
-    return graph.out_spec is not None and "parameter" not in written
 
 
 def selecting_of(passes: Sequence[Pass]) -> Selecting | None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from graphopt.errors import BudgetError, ImportanceError
 from graphopt.planner.costs import BackwardCosts, smallest_ratio
 from graphopt.planner.knapsack import chain_knapsack, fill
 from graphopt.planner.problem import Problem, TensorBytes
 from graphopt.planner.solver import solve
-
-Solver = Literal["auto", "knapsack", "milp"]
 
 RESOLUTION = 100_000
 """T_q: steps of the knapsack's budget."""
@@ -48,8 +45,7 @@ def select(
     flops_ratio: float,
     *,
     spare_flops: int = 0,
-    solver: Solver = "auto",
-    time_limit: float = 2.0,
+    quick: bool = False,
     resolution: int = RESOLUTION,
 ) -> Selection:
     """The most important tensors whose step costs at most `flops_ratio` of full training.
@@ -59,9 +55,7 @@ def select(
             `flops_ratio` is 1, which trains everything.
         flops_ratio: rho, in (0, 1].
         spare_flops: by which the step may exceed that, because later passes save as much; below 0 if they cost more.
-        solver: "knapsack" is exact on chains and quick; "milp" is exact to `FEWER_FLOPS` on any graph; "auto" runs both and
-            returns the better.
-        time_limit: seconds of the MILP, and as many again where rounding takes it beyond the limit.
+        quick: only by the knapsack, which is exact on chains; else also by a MILP, exact to `FEWER_FLOPS` on any graph.
         resolution: T_q of the knapsack.
     Returns:
         A selection that never exceeds the budget; empty if no importance is positive.
@@ -78,17 +72,15 @@ def select(
     limit = costs.affordable(flops_ratio) + spare_flops
     if limit < min(costs.cost([i]) for i in range(len(costs.names))):
         raise infeasible(costs, flops_ratio)
-    found: list[Selection] = []
-    if solver in ("auto", "knapsack"):
-        chosen = fill(costs, importance, limit, chain_knapsack(costs, importance, limit, resolution))
-        found.append(_selection(costs, importance, chosen, "knapsack"))
-    if solver in ("auto", "milp"):
-        wanted, free = tuple(max(i, 0.0) for i in importance), (TensorBytes(0, 0, 0),) * len(costs.names)
-        problem = Problem(costs, wanted, free, ((0, 0),), (0,), 0)  # bytes do not count
-        solved = solve(problem, costs.forward_flops + limit, may_recompute=False, time_limit=time_limit)
-        chosen = fill(costs, importance, limit, () if solved is None else solved.train)
-        found.append(_selection(costs, importance, chosen, "milp"))
-    return max(found, key=lambda s: (s.value, -s.backward_flops))
+    chosen = fill(costs, importance, limit, chain_knapsack(costs, importance, limit, resolution))
+    by_knapsack = _selection(costs, importance, chosen, "knapsack")
+    if quick:
+        return by_knapsack
+    wanted, free = tuple(max(i, 0.0) for i in importance), (TensorBytes(0, 0, 0),) * len(costs.names)
+    problem = Problem(costs, wanted, free, ((0, 0),), (0,), 0)  # bytes do not count
+    solved = solve(problem, costs.forward_flops + limit, may_recompute=False, time_limit=2.0)
+    chosen = fill(costs, importance, limit, () if solved is None else solved.train)
+    return max(by_knapsack, _selection(costs, importance, chosen, "milp"), key=lambda s: (s.value, -s.backward_flops))
 
 
 def infeasible(costs: BackwardCosts, flops_ratio: float) -> BudgetError:

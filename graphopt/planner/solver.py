@@ -11,8 +11,7 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -52,15 +51,15 @@ def solve(
         None if there is no choice that trains anything, or none was found in time.
     """
     costs = problem.costs
-    masks = sorted({mask for mask, _ in costs.masks}, key=int.bit_count)
+    masks = sorted({mask for mask, _ in costs.classes}, key=int.bit_count)
     at = _Positions(len(problem.tensors), len(problem.segments), len(masks))
-    rows = _structure(problem, at, masks)
+    rows = [*_structure(problem, at, masks)]
     step = _step_flops(problem, at, masks)
     full = float(max(costs.step_flops, 1))
     if flops_limit is not None:
-        rows.at_most(step, (flops_limit - costs.forward_flops) / full)
+        rows.append((step, -np.inf, (flops_limit - costs.forward_flops) / full))
     if memory_limit is not None or smallest_memory:
-        _limit_memory(rows, problem, at, memory_limit, smallest_memory)
+        rows += _within_memory(problem, at, memory_limit, smallest_memory)
     objective = _objective(problem, at, step)
     if smallest_memory:
         objective *= FEWER_FLOPS
@@ -70,7 +69,7 @@ def solve(
     with quiet():
         result = milp(
             c=objective,
-            constraints=rows.constraints(),
+            constraints=_constraint(rows, at.peak + 1),
             integrality=integral,
             bounds=_bounds(problem, at, train_all, may_recompute, smallest_memory),
             options={"time_limit": time_limit, "mip_rel_gap": 1e-6},
@@ -99,47 +98,27 @@ def solve(
     return Allocation(train, compressed, recomputed, step_flops, peak_bytes)
 
 
-@dataclass
-class _Rows:
-    """Linear constraints, row by row; `width` is the number of variables."""
-
-    width: int
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    entries: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-
-    def at_least(self, entries: Mapping[int, float], bound: float) -> None:
-        """Sum of entries >= bound."""
-        self._add(entries, bound, np.inf)
-
-    def at_most(self, entries: Mapping[int, float], bound: float) -> None:
-        """Sum of entries <= bound."""
-        self._add(entries, -np.inf, bound)
-
-    def _add(self, entries: Mapping[int, float], low: float, high: float) -> None:
-        self.rows.extend([len(self.low)] * len(entries))
-        self.columns.extend(entries)
-        self.entries.extend(entries.values())
-        self.low.append(low)
-        self.high.append(high)
-
-    def constraints(self) -> list[LinearConstraint]:
-        """All of them."""
-        matrix = coo_array((self.entries, (self.rows, self.columns)), shape=(len(self.low), self.width)).tocsr()
-        return [LinearConstraint(matrix, np.asarray(self.low), np.asarray(self.high))]
+Row = tuple[Mapping[int, float], float, float]
+"""A linear constraint: factors by variable, and the bounds of their sum."""
 
 
-def _limit_memory(rows: _Rows, problem: Problem, at: _Positions, memory_limit: int | None, smallest_memory: bool) -> None:
+def _constraint(rows: Sequence[Row], variables: int) -> LinearConstraint:
+    found, low, high = zip(*rows, strict=True)
+    entries = [(factor, row, variable) for row, factors in enumerate(found) for variable, factor in factors.items()]
+    factor, row, variable = zip(*entries, strict=True)
+    matrix = coo_array((factor, (row, variable)), shape=(len(rows), variables)).tocsr()
+    return LinearConstraint(matrix, np.asarray(low), np.asarray(high))
+
+
+def _within_memory(problem: Problem, at: _Positions, memory_limit: int | None, smallest_memory: bool) -> Iterator[Row]:
     """Every moment's bytes are at most the limit, or at most the peak that is minimised."""
     unit = float(max(memory_limit or problem.fixed_bytes, 1))
     for moment in _moments(problem, at):
         entries = {v: size / unit for v, size in moment.items()}
         if smallest_memory:
-            rows.at_most({**entries, at.peak: -1.0}, 0.0)
+            yield {**entries, at.peak: -1.0}, -np.inf, 0.0
         else:
-            rows.at_most(entries, ((memory_limit or 0) - problem.fixed_bytes) / unit)
+            yield entries, -np.inf, ((memory_limit or 0) - problem.fixed_bytes) / unit
 
 
 class _Positions:
@@ -152,38 +131,26 @@ class _Positions:
         self.trained, self.compressed, self.recomputed, self.needed, self.kept, self.running, self.peak = starts
 
 
-def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> _Rows:
-    """What needs what, whatever the limits; something is trained."""
-    rows = _Rows(at.peak + 1)
-    needed_by, needed_with = _activities(masks, at.tensors)
-    for k, tensor in enumerate(problem.tensors):
-        rows.at_least({at.trained + k: 1.0, at.compressed + k: -1.0}, 0.0)
-        rows.at_least({at.needed + tensor.segment: 1.0, at.trained + k: -1.0}, 0.0)
-    for k, position in needed_by:
-        rows.at_least({at.running + position: 1.0, at.trained + k: -1.0}, 0.0)
-    for low, high in needed_with:
-        rows.at_least({at.running + high: 1.0, at.running + low: -1.0}, 0.0)
-    for i in range(at.segments):
-        rows.at_least({at.kept + i: 1.0, at.recomputed + i: 1.0, at.needed + i: -1.0}, 0.0)
-        if i:
-            rows.at_least({at.needed + i: 1.0, at.needed + i - 1: -1.0}, 0.0)
-    rows.at_least(dict.fromkeys(range(at.trained, at.trained + at.tensors), 1.0), 1.0)
-    return rows
-
-
-def _activities(masks: Sequence[int], tensors: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Which classes of backward nodes run with which tensors and with which other classes.
+def _structure(problem: Problem, at: _Positions, masks: Sequence[int]) -> Iterator[Row]:
+    """What needs what, whatever the limits; something is trained.
 
     Args:
-        masks: tensors that each class serves, as bits, sorted by how many.
-        tensors: how many there are.
-    Returns:
-        (tensor, class that it needs), and (class, class that runs whenever it does), as positions: only the smallest classes
-        above each, from which the others follow.
+        masks: tensors that each class of backward nodes serves, as bits, sorted by how many.
     """
-    by_tensor = [(k, c) for k in range(tensors) for c in _smallest_above(masks, 1 << k, 0)]
-    by_class = [(d, c) for d, mask in enumerate(masks) for c in _smallest_above(masks, mask, d + 1)]
-    return by_tensor, by_class
+    for k, tensor in enumerate(problem.tensors):
+        yield {at.trained + k: 1.0, at.compressed + k: -1.0}, 0.0, np.inf
+        yield {at.needed + tensor.segment: 1.0, at.trained + k: -1.0}, 0.0, np.inf
+    for k in range(at.tensors):  # a tensor's smallest classes run with it, and with a class the smallest above it
+        for c in _smallest_above(masks, 1 << k, 0):
+            yield {at.running + c: 1.0, at.trained + k: -1.0}, 0.0, np.inf
+    for d, mask in enumerate(masks):
+        for c in _smallest_above(masks, mask, d + 1):
+            yield {at.running + c: 1.0, at.running + d: -1.0}, 0.0, np.inf
+    for i in range(at.segments):
+        yield {at.kept + i: 1.0, at.recomputed + i: 1.0, at.needed + i: -1.0}, 0.0, np.inf
+        if i:
+            yield {at.needed + i: 1.0, at.needed + i - 1: -1.0}, 0.0, np.inf
+    yield dict.fromkeys(range(at.trained, at.trained + at.tensors), 1.0), 1.0, np.inf
 
 
 def _smallest_above(masks: Sequence[int], mask: int, start: int) -> list[int]:
@@ -202,7 +169,7 @@ def _step_flops(problem: Problem, at: _Positions, masks: Sequence[int]) -> dict[
     """FLOPs beyond the forward's by variable, as parts of a full step's."""
     full = float(max(problem.costs.step_flops, 1))
     by_class = dict.fromkeys(masks, 0)
-    for mask, flops in problem.costs.masks:
+    for mask, flops in problem.costs.classes:
         by_class[mask] += flops
     step = {at.running + i: by_class[mask] / full for i, mask in enumerate(masks)}
     step |= {at.recomputed + i: flops / full for i, (_, flops) in enumerate(problem.segments)}
@@ -221,13 +188,7 @@ def _objective(problem: Problem, at: _Positions, step: Mapping[int, float]) -> n
     return objective
 
 
-def _bounds(
-    problem: Problem,
-    at: _Positions,
-    train_all: bool,
-    may_recompute: bool,
-    smallest_memory: bool,
-) -> Bounds:
+def _bounds(problem: Problem, at: _Positions, train_all: bool, may_recompute: bool, smallest_memory: bool) -> Bounds:
     """What is decided beforehand; see `solve`."""
     lower, upper = np.zeros(at.peak + 1), np.ones(at.peak + 1)
     upper[at.peak] = np.inf
@@ -254,7 +215,7 @@ def _needed(
     return recomputed
 
 
-def _moments(problem: Problem, at: _Positions) -> Iterable[dict[int, float]]:
+def _moments(problem: Problem, at: _Positions) -> Iterator[dict[int, float]]:
     """Bytes beyond the fixed ones at every moment, by variable."""
     base: dict[int, float] = {}
     for k, tensor in enumerate(problem.tensors):
@@ -279,27 +240,13 @@ _one_at_a_time = threading.Lock()
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """HiGHS prints a debugging line to the process's standard output on some problems, which would spoil `--json`."""
-    with _one_at_a_time:  # a second thread would take the null device for the standard output, and leave it there
-        saved = _copy_of_output()
-        if saved is None:
-            yield
-            return
-        null = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(null, 1)
-            yield
-        finally:
-            os.dup2(saved, 1)
-            os.close(saved)
-            os.close(null)
-
-
-def _copy_of_output() -> int | None:
-    """A file descriptor of the standard output, with all that was written; None where there is none, as in a daemon."""
-    if sys.stdout is not None:
-        with contextlib.suppress(OSError, ValueError):  # it is closed
+    with _one_at_a_time, contextlib.ExitStack() as stack:  # a second thread would leave the null device as the standard output
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # it is closed, or there is none, as in a daemon
             sys.stdout.flush()
-    try:
-        return os.dup(1)
-    except OSError:
-        return None
+        with contextlib.suppress(OSError):
+            saved = os.dup(1)
+            stack.callback(os.close, saved)
+            stack.callback(os.dup2, saved, 1)
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), 1)
+        yield

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,9 +21,6 @@ from graphopt.graph import TrainingGraph
 from graphopt.planner.product_times import ProductTimes, machine
 
 aten = torch.ops.aten
-
-_LEFT = {aten.mm.default: 0, aten.addmm.default: 1}
-"""Where a product's left operand is among its arguments."""
 
 
 def machine_times(device: torch.device, dtype: torch.dtype) -> ProductTimes:
@@ -60,26 +56,23 @@ def step_seconds(
             continue
         if flops := int(node_flops(node)):
             machine = times(result.device, result.dtype)
-            if node.target in _LEFT:
-                left, right = (_shape(node.args[_LEFT[node.target] + i]) for i in (0, 1))
-                seconds += machine.product(left[0], left[1], right[1])
+            if node.target in (aten.mm.default, aten.addmm.default):
+                left, right = (operand.meta["val"] for operand in node.args[-2:])
+                seconds += machine.product(*map(int, (*left.shape, right.shape[1])))
             else:
                 seconds += flops / machine.peak
         else:
-            seconds += _moved_bytes(node, fuses) / times(result.device, torch.float32).bandwidth
+            seconds += _moved_bytes(graph, node, fuses) / times(result.device, torch.float32).bandwidth
     return seconds
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in node.meta["val"].shape)
-
-
-def _moved_bytes(node: fx.Node, fuses: bool) -> int:
+def _moved_bytes(graph: TrainingGraph, node: fx.Node, fuses: bool) -> int:
     """Bytes that an operator reads and writes."""
     read = {view_source(n) for n in node.all_input_nodes}
-    outside = [n for n in read if not (fuses and _fusible(n))]
-    written = not fuses or any(not _fusible(user) for user in _users(node))
-    return sum(_bytes(n) for n in outside) + (_bytes(node) if written else 0)
+    moved = [n for n in read if not (fuses and _fusible(n))]
+    if not fuses or any(not _fusible(user) for user in _users(node)):
+        moved.append(node)
+    return sum(graph.bytes_of(n.meta.get("val")) for n in moved)
 
 
 def _fusible(node: fx.Node) -> bool:
@@ -99,7 +92,3 @@ def _users(node: fx.Node) -> list[fx.Node]:
 def _takes_no_time(node: fx.Node) -> bool:
     """Whether a node only looks at what another made: a view of it, or one of its results."""
     return node.target is operator.getitem or is_view(node)
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(int(t.numel()) * t.element_size() for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, Tensor))

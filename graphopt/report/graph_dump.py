@@ -77,19 +77,14 @@ def artifacts(report: Report, step: RegionStep | None) -> Iterator[tuple[str, st
     for number, halves in enumerate(() if step is None else step.halves):
         part = f"_{number}" if number else ""  # after a graph break
         for name, half in zip(("forward", "backward"), halves, strict=True):
-            names = {**_absent(half), **({} if number else known)}
+            absent = [node.name for node in half.graph.find_nodes(op="placeholder") if node.meta.get(ABSENT)]  # from the calls
+            names = {name: f"absent_gradient_{k}" for k, name in enumerate(absent)} | ({} if number else known)
             yield f"{len(stages) + 1}_{name}{part}.py", _compiled(half, f"batch {size}", names)
     yield "provenance.txt", provenance(graph, report.source.rewritten, decisions)
     yield "blocks.svg", block_picture(graph, report.source.rewritten)
     yield "report.txt", f"{report}\n"
     yield "report.json", json_text(report.to_dict()) + "\n"
     yield "report.html", report.to_html()
-
-
-def _absent(half: fx.GraphModule) -> dict[str, str]:
-    """Names of the gradients that a backward is called without: those of outputs beside the loss."""
-    absent = [node.name for node in half.graph.find_nodes(op="placeholder") if node.meta.get(ABSENT)]
-    return {name: f"absent_gradient_{number}" for number, name in enumerate(absent)}
 
 
 def provenance(before: TrainingGraph, after: TrainingGraph, decisions: Mapping[str, str]) -> str:

@@ -49,11 +49,9 @@ def blocks(before: TrainingGraph, after: TrainingGraph) -> list[Block]:
 
 def _execution_order(graph: TrainingGraph) -> list[str]:
     position = {node: i for i, node in enumerate(graph.graph.nodes)}
-    first: dict[str, int] = {}
-    for node, name in graph.parameter_nodes().items():
-        users = [position[u] for u in node.users]
-        first[name] = min([first.get(name, len(position)), *users])
-    return sorted(first, key=lambda name: first[name])
+    nodes = graph.parameter_nodes()  # tied weights are there under each of their names
+    first = {node: min((position[user] for user in node.users), default=len(position)) for node in nodes}
+    return list(dict.fromkeys(nodes[node] for node in sorted(nodes, key=lambda node: first[node])))
 
 
 def _flops_by_block(graph: TrainingGraph) -> dict[str, tuple[int, int]]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 from rich.console import Console
+from rich.status import Status
 
 from graphopt.runtime.stages import logger
 
@@ -20,20 +21,16 @@ def watched() -> bool:
 class _Told(logging.Handler):
     """Shows the stage that is under way, and writes a line for every one that is over."""
 
-    def __init__(self, console: Console, status: object) -> None:
+    def __init__(self, console: Console, status: Status) -> None:
         super().__init__(logging.INFO)
         self.console, self.status = console, status
 
     def emit(self, record: logging.LogRecord) -> None:
         name, seconds = getattr(record, "stage", record.getMessage()), getattr(record, "seconds", None)
         if seconds is None:
-            self.status.update(name)  # type: ignore[attr-defined]
+            self.status.update(name)
         else:
             self.console.print(f"{name:<12}{seconds:6.1f} s", highlight=False)
-
-
-class _Untold(logging.NullHandler):
-    """Nothing is to be said."""
 
 
 @contextlib.contextmanager
@@ -45,26 +42,19 @@ def stages_told(quiet: bool) -> Iterator[None]:
     Args:
         quiet: say nothing.
     """
-    if any(isinstance(handler, _Told | _Untold) for handler in logger.handlers):
+    if any(isinstance(handler, _Told | logging.NullHandler) for handler in logger.handlers):
         yield
         return
-    if quiet:
-        with _handled_by(_Untold()):
-            yield
-        return
-    console = Console(stderr=True)
-    with console.status("starting") as status, _handled_by(_Told(console, status)):
-        yield
-
-
-@contextlib.contextmanager
-def _handled_by(handler: logging.Handler) -> Iterator[None]:
     level = logger.level
-    logger.addHandler(handler)
-    if isinstance(handler, _Told):
-        logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with contextlib.ExitStack() as stack:
+        handler: logging.Handler = logging.NullHandler()
+        if not quiet:
+            console = Console(stderr=True)
+            handler = _Told(console, stack.enter_context(console.status("starting")))
+            logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)

@@ -35,9 +35,10 @@ def readable(graph: TrainingGraph, sources: bool = False, decisions: Mapping[str
     backward = descendants(n for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "tangent")
     batch = "" if graph.symbolic else f" (fixed: {graph.batch_size})"
     lines = [f"# joint graph; B is the batch size{batch}", *_imports(graph), "", "def step("]
-    decided = decisions or {}
+    told = {name: f"; {decision}" for name, decision in (decisions or {}).items()}
     for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        lines.append(f'    {names[node]}: "{_shape(graph, node.meta.get("val"))}",  # {_with_decision(desc, decided)}')
+        decided = told.get(desc.target, "") if desc.kind == "parameter" else ""
+        lines.append(f'    {names[node]}: "{_shape(graph, node.meta.get("val"))}",  # {input_name(desc)}{decided}')
     lines.append("):")
     lines.extend(_size_of_batch(graph, names))
     section, source = "", None
@@ -55,9 +56,7 @@ def readable(graph: TrainingGraph, sources: bool = False, decisions: Mapping[str
         lines.extend(broken(f"    {_line(graph, node, names)}"))
     lines.append("    return (")
     for returned, result in zip(graph.outputs, graph.results, strict=True):
-        what = output_name(returned)
-        if returned.kind == "gradient" and returned.target.target in decided:
-            what += f"; {decided[returned.target.target]}"
+        what = output_name(returned) + (told.get(returned.target.target, "") if returned.kind == "gradient" else "")
         lines.append(f"        {names[result] if isinstance(result, fx.Node) else result},{f'  # {what}' if what else ''}")
     lines.append("    )")
     return "\n".join(lines) + "\n"
@@ -120,11 +119,6 @@ def input_name(desc: compat.InputDesc) -> str:
     return f"gradient of {output_name(desc.target)}" if desc.kind == "tangent" else f"{desc.kind} {desc.target}"
 
 
-def _with_decision(desc: compat.InputDesc, decisions: Mapping[str, str]) -> str:
-    decision = decisions.get(desc.target) if desc.kind == "parameter" else None
-    return input_name(desc) + (f"; {decision}" if decision else "")
-
-
 def _imports(graph: TrainingGraph) -> Iterator[str]:
     targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
     yield "import torch"
@@ -134,15 +128,11 @@ def _imports(graph: TrainingGraph) -> Iterator[str]:
         yield f"{namespace} = torch.ops.{namespace}"
 
 
-def _size_of_batch(graph: TrainingGraph, names: Mapping[fx.Node, str]) -> Iterator[str]:
-    for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
-        value = node.meta.get("val")
-        if desc.kind != "input" or not graph.symbolic or not isinstance(value, Tensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, SymInt) and str(graph.formula(size)) == "B":
-                yield f"    B = {names[node]}.size({dim})"
-                return
+def _size_of_batch(graph: TrainingGraph, names: Mapping[fx.Node, str]) -> list[str]:
+    inputs = [n for d, n in zip(graph.inputs, graph.placeholders, strict=True) if d.kind == "input"]
+    shapes = ((n, n.meta["val"].shape) for n in inputs if isinstance(n.meta.get("val"), Tensor))
+    sizes = ((n, dim, size) for n, shape in shapes for dim, size in enumerate(shape))
+    return [f"    B = {names[n]}.size({dim})" for n, dim, size in sizes if _size(graph, size) == "B"][:1]
 
 
 def _line(graph: TrainingGraph, node: fx.Node, names: Mapping[fx.Node, str]) -> str:

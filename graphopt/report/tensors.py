@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,88 +64,64 @@ def tensor_rows(plan: Plan, graph: TrainingGraph, captured: FlopProfile, flops: 
     wanted = {p.name: p.trainable for p in graph.parameters}
     left = math.inf if plan.budget.flops is None else plan.budget.flops - ratio
     rows = []
+    status: Status
     for row in flops.tensors:
         importance = values.get(row.name)
         value = None if importance is None else max(0.0, importance) / total
-        fact = _Fact(
-            selecting.part(extra.get(row.name, 0)), selecting.part(selecting.forward_flops + alone.get(row.name, 0)), value
-        )
+        adds = selecting.part(extra.get(row.name, 0))
         if row.name in trained:
-            status, why = _why_trained(plan, fact)
-        elif row.name not in alone:
-            status, why = _without_gradient(wanted.get(row.name, False))
+            status, why = "trained", _why_trained(plan, adds, value)
+        elif row.name in alone:
+            by_itself = selecting.part(selecting.forward_flops + alone[row.name])
+            status, why = _why_not(plan, adds, by_itself, importance, left)
+        elif wanted.get(row.name, False):
+            status, why = "unused", "no gradient of the loss reaches it"
         else:
-            status, why = _why_not(plan, fact, importance, left)
-        rows.append(
-            TensorRow(
-                row.name, row.shape, row.name in trained, row.weight_grad_flops, row.input_grad_flops, fact.extra, importance,
-                value, status, why,
-            )
-        )  # fmt: skip
+            status, why = "frozen", "the model itself freezes it (requires_grad is False)"
+        own, passed = row.weight_grad_flops, row.input_grad_flops
+        rows.append(TensorRow(row.name, row.shape, row.name in trained, own, passed, adds, importance, value, status, why))
     return rows
 
 
-@dataclass(frozen=True)
-class _Fact:
-    """Of one tensor: the FLOPs that it adds and those of a step that trains it alone, as parts of a full step's; its value."""
-
-    extra: float
-    alone: float
-    value: float | None
+def _sums(names: Sequence[str], classes: Collection[tuple[int, int]]) -> dict[str, int]:
+    """By name, the FLOPs of the classes that have its bit."""
+    return {name: sum(flops for mask, flops in classes if mask >> k & 1) for k, name in enumerate(names)}
 
 
-def _sums(names: Sequence[str], classes: Iterable[tuple[Collection[int], int]]) -> dict[str, int]:
-    """By name, the FLOPs of the classes that have its number."""
-    found = dict.fromkeys(names, 0)
-    for members, flops in classes:
-        for k in members:
-            found[names[k]] += flops
-    return found
-
-
-def _needed_by_none_or_one(costs: BackwardCosts, trained: frozenset[str]) -> Iterator[tuple[Collection[int], int]]:
+def _needed_by_none_or_one(costs: BackwardCosts, trained: frozenset[str]) -> list[tuple[int, int]]:
     """Classes that nothing needs that is trained, with all that would; and those that one tensor needs, with that one."""
     inside = sum(1 << k for k, name in enumerate(costs.names) if name in trained)
-    for (members, flops), (mask, _) in zip(costs.classes, costs.masks, strict=True):
-        needing = mask & inside
-        if not needing & (needing - 1):
-            yield (needing.bit_length() - 1,) if needing else members, flops
+    return [(mask & inside or mask, flops) for mask, flops in costs.classes if (mask & inside).bit_count() <= 1]
 
 
-def _without_gradient(wanted: bool) -> tuple[Status, str]:
-    if wanted:
-        return "unused", "no gradient of the loss reaches it"
-    return "frozen", "the model itself freezes it (requires_grad is False)"
-
-
-def _why_trained(plan: Plan, fact: _Fact) -> tuple[Status, str]:
+def _why_trained(plan: Plan, extra: float, value: float | None) -> str:
     if plan.train is None:
-        return "trained", "everything is trained"
-    if plan.selection is None and fact.value is None:
-        return "trained", "given to be trained"
-    worth = "" if fact.value is None else f"{in_percent(fact.value)} of the value "
-    return "trained", f"chosen: {worth}for {in_percent(fact.extra)} of the FLOPs"
+        return "everything is trained"
+    if plan.selection is None and value is None:
+        return "given to be trained"
+    worth = "" if value is None else f"{in_percent(value)} of the value "
+    return f"chosen: {worth}for {in_percent(extra)} of the FLOPs"
 
 
-def _why_not(plan: Plan, fact: _Fact, importance: float | None, left: float) -> tuple[Status, str]:
+def _why_not(plan: Plan, extra: float, alone: float, importance: float | None, left: float) -> tuple[Status, str]:
+    """Why a tensor with a gradient is not trained.
+
+    Args:
+        extra, alone: FLOPs that it would add, and those of a step that trains nothing else, as parts of a full step's.
+        left: of the budget, as such a part.
+    """
     if plan.selection is None and plan.importance is None:
         return "not given", "not among the tensors given to be trained"
     if importance is not None and importance < 0:
         return "worth nothing", "its next step would raise the loss on the example batch"
     if importance == 0:
         return "worth nothing", "its gradient is zero, or comes from few of the rows, or the optimizer does not hold it"
-    if plan.budget.flops is not None and fact.alone > plan.budget.flops and fact.extra > left:
-        return "out of reach", f"training it alone would take {in_percent(fact.alone)} of a full step's FLOPs"
-    if fact.extra > left:
-        return (
-            "does not fit",
-            f"it would add {in_percent(fact.extra)} of a full step's FLOPs; {in_percent(max(0.0, left))} is left",
-        )
-    return "left out", f"what is trained is worth more within the {_limits(plan)}"
-
-
-def _limits(plan: Plan) -> str:
-    return " and ".join(sorted(plan.budget.stated())) or "budget"
+    if plan.budget.flops is not None and alone > plan.budget.flops and extra > left:
+        return "out of reach", f"training it alone would take {in_percent(alone)} of a full step's FLOPs"
+    if extra > left:
+        return "does not fit", f"it would add {in_percent(extra)} of a full step's FLOPs; {in_percent(max(0.0, left))} is left"
+    limits = " and ".join(sorted(plan.budget.stated())) or "budget"
+    return "left out", f"what is trained is worth more within the {limits}"
 
 
 def counted(rows: list[TensorRow]) -> Mapping[str, int]:

@@ -265,9 +265,9 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str) 
 
 
 def test_what_another_rule_trained_alike_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = BackwardCosts(("b", "a"), 1, ((frozenset([0]), 1), (frozenset([1]), 1)), (1, 1))
+    costs = BackwardCosts(("b", "a"), 1, ((1, 1), (2, 1)), (1, 1), saved_flops=1)
     task = SimpleNamespace(precision="highest", make_model=lambda seed: pytest.fail("trained again"))
-    limit = SimpleNamespace(costs=costs, most=2, profile=SimpleNamespace(forward=1), part=lambda flops: flops / 4)
+    limit = SimpleNamespace(costs=costs, most=2, profile=SimpleNamespace(forward=1))
     monkeypatch.setattr(selection_run, "_limited", lambda name, folder, flops: (task, limit, {"a": (2,), "b": (2, 2)}))
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     earlier = {**result(Run("digits", "topmost", 0.7, RATE, STEPS, 0), 0.75), "trained": ["b"]}
@@ -362,6 +362,6 @@ def test_what_exact_rewrites_save_is_spent_by_every_rule() -> None:
     opt = graphopt.optimize(model, batch, flops, backend="aot_eager")  # without a loss: by place and size
     plain = graphopt.optimize(model, batch, flops, [graphopt.passes.GreenTrainer(rule="capacity")], "aot_eager")
     names = tuple(dict(model.named_parameters()))
-    costs = BackwardCosts(names, 1, ((frozenset(range(len(names))), 1),), (1,) * len(names))
+    costs = BackwardCosts(names, 1, (((1 << len(names)) - 1, 1),), (1,) * len(names))
     chosen = selection_run.by_place(selection_run.Problem(task, costs, {}, flops, 0, 0, 0))
     assert {names[k] for k in chosen} == opt.selected > plain.selected

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.step_memory import step_memory
-from graphopt.integrations.fit import OVERHEAD, fit
-from graphopt.integrations.gpus import GPUS, gpu_bytes
+from graphopt.integrations.fit import GPUS, OVERHEAD, fit, gpu_bytes
 from graphopt.planner.product_times import ProductTimes
 from tests import zoo
 from tests.integrations.trainer_runs import llama

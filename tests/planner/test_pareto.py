@@ -12,7 +12,7 @@ from graphopt.api import pareto
 from graphopt.capture import capture
 from graphopt.planner import solver
 from graphopt.planner.costs import backward_costs, smallest_ratio
-from graphopt.report.pareto import plot_points
+from graphopt.report.costs import plot_points
 from tests.planner.tower import Tower
 
 

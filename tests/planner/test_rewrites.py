@@ -13,8 +13,7 @@ from graphopt.passes.vcas import SampleSizes
 
 from graphopt.budget import Budget
 from graphopt.graph import TrainingGraph
-from graphopt.planner import rewrites
-from graphopt.planner.plan import Plan
+from graphopt.planner.plan import REWRITES, Plan, once
 from tests import zoo
 
 
@@ -31,8 +30,8 @@ class Counted:
 
 def test_equal_rewrites_are_one() -> None:
     run, rewrite, graph = Counted(), GreenTrainer(), zoo.captured("mlp").clone()
-    first = rewrites.once(run, rewrite, graph, {"third.weight", "third.bias"})
-    assert rewrites.once(run, rewrite, replace(graph), {"third.bias", "third.weight"}) is first
+    first = once(run, rewrite, graph, {"third.weight", "third.bias"})
+    assert once(run, rewrite, replace(graph), {"third.bias", "third.weight"}) is first
     assert run.count == 1
 
 
@@ -48,18 +47,18 @@ def test_another_graph_batch_pass_or_decision_is_another_rewrite() -> None:
         (rewrite, graph, ["third.weight"]),
     ]
     for request in requests:
-        rewrites.once(run, *request)
+        once(run, *request)
     assert run.count == len(requests)
 
 
 @pytest.mark.usefixtures("_only_new_objects")
 def test_rewrites_go_with_the_graph_and_the_oldest_go_first() -> None:
     run, rewrite, graph = Counted(), GreenTrainer(), zoo.captured("mlp").clone()
-    names = sorted(site.name for site in rewrite.applicable(graph))[: rewrites.LIMIT + 1]
-    assert len(names) > rewrites.LIMIT
-    made = [weakref.ref(rewrites.once(run, rewrite, graph, {name})[0].module) for name in names]
+    names = sorted(site.name for site in rewrite.applicable(graph))[: REWRITES + 1]
+    assert len(names) > REWRITES
+    made = [weakref.ref(once(run, rewrite, graph, {name})[0].module) for name in names]
     gc.collect()
-    assert [ref() is None for ref in made] == [True] + [False] * rewrites.LIMIT
+    assert [ref() is None for ref in made] == [True] + [False] * REWRITES
     del graph
     gc.collect()
     gc.collect()  # what the first let go

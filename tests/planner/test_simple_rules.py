@@ -96,7 +96,7 @@ def test_a_seed_draws_the_same_set_every_time(problem: tuple[BackwardCosts, Shap
 
 
 def test_seeds_draw_different_sets() -> None:
-    costs = BackwardCosts(tuple("abcdefgh"), 8, tuple((frozenset([k]), 1) for k in range(8)), (1,) * 8)
+    costs = BackwardCosts(tuple("abcdefgh"), 8, tuple((1 << k, 1) for k in range(8)), (1,) * 8)
     shapes = dict.fromkeys(costs.names, (2, 2))
     drawn = [tuple(shuffled(costs, shapes, 4, seed)) for seed in range(20)]
     assert {len(chosen) for chosen in drawn} == {4}

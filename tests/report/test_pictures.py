@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 
 import graphopt
 from graphopt.planner.pareto import Point
-from graphopt.report.costs import plot_timeline
-from graphopt.report.pareto import plot_points
+from graphopt.report.costs import plot_points, plot_timeline
 from graphopt.report.units import in_bytes
 from tests import zoo
 
