@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
@@ -180,12 +179,18 @@ def _record(
     return _Run(tuple(kept), trained, tuple(recording.operators), forward_end, final, gradients, device)
 
 
-def _as_if_eager() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def _as_if_eager() -> Iterator[None]:
     """transformers takes other paths when it meets fake tensors (masks that it would skip); here it is not to notice them."""
-    library = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(library, "is_fake_tensor"):
-        return contextlib.nullcontext()
-    return mock.patch.object(library, "is_fake_tensor", return_value=False)
+    library: Any = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(library, "is_fake_tensor", None)
+    if original is not None:
+        library.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        if original is not None:
+            library.is_fake_tensor = original
 
 
 def _formulas(runs: Sequence[_Run], batch: int) -> tuple[list[sympy.Expr], bool]:
