@@ -89,7 +89,7 @@ class Captures:
         """The graph of this call as planning takes it: of several graphs all as one, which takes a run of the model."""
         if self.several_graphs:
             with TRACING:
-                return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager).graph
+                return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager)[0]
         if self._numbers != _numbers(self.model):
             self._graphs = BoundedCache(CAPTURE_LIMIT)
         return self.graph(args, kwargs)
