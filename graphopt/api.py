@@ -137,7 +137,7 @@ def optimize(
             require_ranks(model, ranks)
             trace = functools.partial(captures.graph, args, kwargs)
             capture = functools.partial(planning_graph, model, trace, args, kwargs, batch_dim, fullgraph, captures.long_to_eager)
-            graph, recording = ranks.together(capture, "capturing the model")
+            graph, unplanned = ranks.together(capture, "capturing the model")
             require_same_graph(graph, ranks)
             if mesh is not None:
                 require_same_weights(model, ranks)
@@ -149,8 +149,9 @@ def optimize(
             logger.warning("%s. The model runs as torch.compile has it.", why)
             return DisabledModule(model, budget, why, backend, loss, compiles=True, ranks=ranks)
         capture_seconds = time.perf_counter() - start
-        if recording is not None or is_divided(model):
-            chosen = for_parts(chosen, passes == "auto", graph.static_reason if recording else "they are divided among ranks")
+        if unplanned is not None or is_divided(model):
+            why = "they are divided among ranks" if unplanned is None else graph.static_reason
+            chosen = for_parts(chosen, passes == "auto", why)
         not_separable = functools.partial(captures.not_separable, args=args, kwargs=kwargs)
         auto = passes == "auto"
         make = functools.partial(make_plan, model, args, kwargs, graph, budget, chosen, optimizer, loss, backend)
@@ -158,10 +159,9 @@ def optimize(
             plan = ranks.together(lambda: make(not_separable, auto, ranks), "planning")
             plan = plan_of_rank_0(plan, ranks, chosen, "planning")
     seconds = time.perf_counter() - start - capture_seconds
-    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, recording is not None, fullgraph, ranks)
-    unplanned = () if recording is None else recording.unplanned
+    opt = OptimizedModule(model, captures, graph, plan, loss, seconds, unplanned is not None, fullgraph, ranks)
     unaveraged = to_be_averaged(model) if mesh is None and ranks.several else ""
-    for told in filter(None, (*unplanned, unlimited, unaveraged)):
+    for told in filter(None, (*(unplanned or ()), unlimited, unaveraged)):
         opt.note(told)
     opt.start_techniques()
     if verify:

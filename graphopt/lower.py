@@ -7,7 +7,7 @@ the graph does, and computes nothing: the graph itself comes in the place of its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,9 +19,12 @@ from graphopt.compat import InputDesc, OutputDesc
 from graphopt.compat.aot import GraphCompiler, Hooks, compile_joint
 from graphopt.errors import InputError
 from graphopt.frontend.region import write_mutations
-from graphopt.frontend.values import OWN, Supplier, Values
+from graphopt.frontend.values import OWN, Values
 from graphopt.graph import TrainingGraph
 from graphopt.transforms.symbolic_zeros import tangent_results
+
+if TYPE_CHECKING:
+    from graphopt.runtime.supply import Supply
 
 Backend = str | GraphCompiler
 """`inductor`, `aot_eager`, or a function `(graph module, example inputs) -> callable`."""
@@ -33,16 +36,16 @@ def check_backend(backend: Backend) -> None:
         raise InputError(f"unknown backend {backend!r}: use 'inductor', 'aot_eager' or a callable (gm, inputs).")
 
 
-def lower(graph: TrainingGraph, backend: Backend, supplier: Supplier) -> Callable[[FlatInputs, Mapping[str, Tensor]], list[Any]]:
+def lower(graph: TrainingGraph, backend: Backend, supply: Supply) -> Callable[[FlatInputs, Mapping[str, Tensor]], list[Any]]:
     """Compile a static graph (see `specialise`), which is used up; where Inductor is asked for, by aot_eager: it runs seldom.
 
     Args:
-        supplier: of what passes have the graph take and return beside the model's own values.
+        supply: of what passes have the graph take and return beside the model's own values.
     Returns:
         From a batch, and parameters and buffers by name, to the model's flat outputs. These can be differentiated, and what the
         model updates is updated.
     """
-    values = Values(supplier)
+    values = Values(supply)
     values.connect_results(graph, 0)  # what is fetched is copied, which no prediction of memory counts
     inputs = [(d, node.meta["val"]) for d, node in zip(graph.inputs, graph.placeholders, strict=True) if d.kind != "tangent"]
     written = {desc.target for desc in graph.outputs if desc.kind == "mutation"}
@@ -57,7 +60,7 @@ def lower(graph: TrainingGraph, backend: Backend, supplier: Supplier) -> Callabl
                 given.append(batch.tensors[desc.target] if desc.kind == "input" else tensors[desc.target])
             else:
                 like = torch.empty(0, dtype=value.dtype, device=value.device)
-                given.append(supplier.supply(desc, value.shape, like))
+                given.append(supply.supply(desc, value.shape, like))
         with compat.no_autocast():
             return list(run(*map(_laid_out, given, strides)))[:num_outputs]
 
@@ -82,7 +85,7 @@ def _compiled(graph: TrainingGraph, inputs: Sequence[tuple[InputDesc, Tensor]], 
     def failed(error: Exception) -> None:
         raise error
 
-    hooks = Hooks(lambda *_: graph.module, lambda *_: None, lambda *_: None, failed, "")
+    hooks = Hooks(lambda *_: graph.module, lambda *_: None, failed, "")
     with TRACING, compat.unsynced_tracing_context(compat.fake_mode_of(examples)):
         return compile_joint(module, examples, "aot_eager" if backend == "inductor" else backend, hooks)
 

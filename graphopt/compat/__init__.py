@@ -170,9 +170,8 @@ def on_compiled_autograd(node: Any, begun: Callable[[Any], None], check: Callabl
         function._bw_prologue_fn = staticmethod(checked)
 
 
-def keeps_graph() -> bool:
-    """In a backward: whether there may be another (`retain_graph=True`)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""In a backward: whether there may be another (`retain_graph=True`)."""
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ where passes run.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,14 +15,17 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch._C import DispatchKey
 from torch._dynamo.eval_frame import innermost_fn
+from torch._higher_order_ops.effects import with_effects
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_and_save_rng_state, run_with_rng_state
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import flop_counter
 
-from graphopt.compat.counted_draws import count_repeated_draws
 from graphopt.compat.fakes import fake_mode_of, output_list, retrace
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.recurrent import open_recurrent_layers
@@ -43,20 +47,20 @@ class Hooks:
     """What is done with a joint graph on its way through AOTAutograd.
 
     Attributes:
-        rewrite: see `Rewrite`; None: the graph is compiled as torch.compile would, in operators that are decomposed already.
-        see: shown the joint graph that is not rewritten, and how many of its outputs are the forward's.
+        rewrite: see `Rewrite`.
         halves: shown the forward and the backward before they are compiled.
         failed: called with why a backward could not be compiled, which then runs operator by operator.
         key: text that says all that `rewrite` depends on, for torch's caches on disk.
+        decomposed: `rewrite` is given operators that are decomposed already, as torch.compile has them.
         untold: `rewrite` depends on what no key can tell, as values and times: AOTAutograd's cache is not asked.
         functions: of our own that Dynamo's graph may call; torch's caches on disk may hold graphs with them.
     """
 
-    rewrite: Rewrite | None
-    see: Callable[[fx.GraphModule, int], None]
+    rewrite: Rewrite
     halves: Callable[[fx.GraphModule, fx.GraphModule], None]
     failed: Callable[[Exception], None]
     key: str
+    decomposed: bool = False
     untold: bool = False
     functions: Sequence[Callable[..., Any]] = ()
 
@@ -87,15 +91,13 @@ def compile_joint(
     with _tracing(module), patched, torch._functorch.config.patch(cached):
         if compiler != "inductor":
             return _without_inductor(module, examples, compiler, hooks)
-        if hooks.rewrite is None:
-            return _undecorated(compile_fx(module, list(examples)))
-        return _undecorated(compile_fx(module, list(examples), decompositions={}))
+        decomposed_later: dict[str, Any] = {} if hooks.decomposed else {"decompositions": {}}
+        return _undecorated(compile_fx(module, list(examples), **decomposed_later))
 
 
 def _undecorated(compiled: Any) -> Callable[..., Any]:
     """Without the wrapper that keeps Dynamo from tracing it: Dynamo puts one around everything that a backend returns."""
-    run: Callable[..., Any] = innermost_fn(compiled)
-    return run
+    return innermost_fn(compiled)
 
 
 @contextlib.contextmanager
@@ -181,21 +183,23 @@ def _without_inductor(
     module: fx.GraphModule, examples: Sequence[Any], compiler: str | GraphCompiler, hooks: Hooks | None
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
 
     def split(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         from graphopt.compat.inductor import as_marked
 
         with lazy_graph_modules():
             if hooks is not None:
-                joint = _rewritten(joint, num_fwd_outputs, hooks)
+                joint = hooks.rewrite(joint, num_fwd_outputs)
             forward, backward = as_marked(joint, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         if hooks is not None:
             hooks.halves(forward, backward)
         return forward, backward
 
-    half = _boxed if compiler == "aot_eager" else _custom(compiler)  # type: ignore[arg-type]
+    def half(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compiler(graph, inputs)) if callable(compiler) else _boxed(graph, inputs)
 
-    def backward_half(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backward_half(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         try:
             return half(graph, inputs)
         except Exception as error:
@@ -206,13 +210,6 @@ def _without_inductor(
 
     backend = aot_autograd(fw_compiler=half, bw_compiler=backward_half, partition_fn=split, keep_inference_input_mutations=True)
     return _undecorated(backend(module, list(examples)))
-
-
-def _rewritten(joint: fx.GraphModule, num_forward: int, hooks: Hooks) -> fx.GraphModule:
-    if hooks.rewrite is None:
-        hooks.see(joint, num_forward)
-        return joint
-    return hooks.rewrite(joint, num_forward)
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -228,9 +225,9 @@ class _Partitioner(CustomPartitionerFn):
 
         from graphopt.compat.inductor import min_cut
 
-        joint = _rewritten(joint, options["num_fwd_outputs"], self.hooks)
+        joint = self.hooks.rewrite(joint, options["num_fwd_outputs"])
         with lazy_graph_modules():
-            if self.hooks.rewrite is not None:
+            if not self.hooks.decomposed:
                 joint = decomposed(joint)
                 values = [v for node in joint.graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor)]
                 with V.set_fake_mode(fake_mode_of(values)):
@@ -265,12 +262,31 @@ def decomposed(joint: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+@functools.cache
+def _count_repeated_draws() -> None:
+    """Let `FlopCounterMode` look into the operators by which a recomputed dropout draws the same numbers, or with effects.
+
+    torch's own ends such a graph with a TypeError.
+    """
+    counter = getattr(flop_counter, "_FlopCounterMode", None)
+    draws = (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state)
+    kernels = {**dict.fromkeys(draws, DispatchKey.BackendSelect), with_effects: DispatchKey.CompositeExplicitAutograd}
+    for operator, kernel in kernels.items() if counter is not None else ():
+        if counter not in operator.python_key_table:
+            operator.py_impl(counter)(functools.partial(_counted, operator, kernel))
+
+
+def _counted(operator: Any, kernel: DispatchKey, mode: Any, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return operator.py_kernels[kernel](*args, **kwargs)
+
+
 def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
     """A graph run operator by operator, each value freed after its last use.
 
     Its code is made at once: made in the first run, that would be a call of a module, which FLOP counters and the like hook into.
     """
-    count_repeated_draws()
+    _count_repeated_draws()
     graph.graph.set_codegen(_BoxedCodeGen())
     graph.recompile()
     _LazyGraphModule.force_recompile(graph)
@@ -281,13 +297,3 @@ def _boxed(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _custom(compiler: GraphCompiler) -> Callable[..., Any]:
-    """A user's own compiler of forward and backward graphs, whose results take their arguments one by one."""
-    from functorch.compile import make_boxed_func
-
-    def compile_half(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        return make_boxed_func(compiler(graph, inputs))
-
-    return compile_half

@@ -27,8 +27,7 @@ def collective_of(target: Any) -> str:
     """The collective that an operator is, such as "all_reduce", in place or not; "" if it is none."""
     if getattr(target, "namespace", "") not in ("_c10d_functional", "c10d"):
         return ""
-    name: str = target._opname
-    return "" if "wait" in name else name.removesuffix("_")
+    return "" if "wait" in target._opname else target._opname.removesuffix("_")
 
 
 def group_in(node: fx.Node) -> str:
@@ -58,8 +57,7 @@ def distributed_like(tensor: Tensor, like: Tensor) -> Tensor:
     if is_distributed(tensor):
         return tensor.detach().redistribute(mesh, placements)  # type: ignore[attr-defined]
     kind: Any = type(like.detach())
-    made: Tensor = kind.from_local(tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
-    return made
+    return kind.from_local(tensor, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def is_of_another_rank(error: BaseException) -> bool:
@@ -97,10 +95,8 @@ def pretended_ranks(number: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def backward_number() -> int:
-    """Of the backward under way; -1: there is none."""
-    number: int = torch._C._current_graph_task_id()
-    return number
+backward_number: Callable[[], int] = torch._C._current_graph_task_id
+"""Of the backward under way; -1: there is none."""
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
@@ -112,8 +108,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long the collectives of a group wait."""
     device = next(iter(group._device_types), torch.device("cpu"))
     options = getattr(group._get_backend(device), "options", None)
-    found: datetime.timedelta = getattr(options, "_timeout", None) or store_of(group).timeout
-    return found
+    return getattr(options, "_timeout", None) or store_of(group).timeout
 
 
 active_ddp: Callable[[], DistributedDataParallel | None] = DistributedDataParallel._get_active_ddp_module
@@ -168,5 +163,4 @@ def whole_graphs() -> contextlib.AbstractContextManager[Any]:
     """Dynamo does not divide a graph at DistributedDataParallel's buckets, as it does by default inside its forward."""
     if torch._dynamo.config.optimize_ddp is not True:
         return contextlib.nullcontext()
-    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(optimize_ddp=False)
-    return patched
+    return torch._dynamo.config.patch(optimize_ddp=False)

@@ -219,10 +219,7 @@ def differentiates(module: fx.GraphModule) -> bool:
 def statically() -> contextlib.AbstractContextManager[Any]:
     """Every size is a number while Dynamo traces. Where all calls of torch.compile share one limit, none ends a trace."""
     limits: dict[str, Any] = {} if _isolates() else dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), sys.maxsize)
-    patched: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
-        automatic_dynamic_shapes=False, assume_static_by_default=True, **limits
-    )
-    return patched
+    return torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, **limits)
 
 
 _MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
@@ -30,9 +31,8 @@ def output_list(module: fx.GraphModule) -> list[Any]:
     return list(results)
 
 
-def no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Run operators as they are, whatever autocast the caller is in."""
-    return torch._C._DisableAutocast()
+no_autocast = torch._C._DisableAutocast
+"""Operators run as they are inside, whatever autocast the caller is in."""
 
 
 def new_fake_mode() -> Any:
@@ -40,18 +40,9 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-@contextlib.contextmanager
-def failures_raised_alone() -> Iterator[None]:
-    """An operator that fails on fake tensors raises its error; torch's log does not show the trace as well."""
-
-    def nothing(record: Any) -> bool:
-        return False
-
-    fake_tensor.log.addFilter(nothing)
-    try:
-        yield
-    finally:
-        fake_tensor.log.removeFilter(nothing)
+def failures_raised_alone() -> contextlib.AbstractContextManager[Any]:
+    """An operator that fails on fake tensors raises its error, which torch's log does not show as well. One thread at a time."""
+    return mock.patch.object(fake_tensor.log, "disabled", True)
 
 
 def fake_mode_of(tensors: Sequence[Tensor]) -> Any | None:
@@ -106,15 +97,9 @@ _KNOWN_VALUES_LIMIT = 2**24
 """Elements up to which a fake tensor of integers or booleans keeps its values."""
 
 
-@contextlib.contextmanager
-def known_integer_values() -> Iterator[None]:
+def known_integer_values() -> contextlib.AbstractContextManager[Any]:
     """Fake tensors of integers and booleans that come from `fake_with_values` keep their values through operators."""
-    limit = fake_tensor.CONSTANT_NUMEL_LIMIT
-    fake_tensor.CONSTANT_NUMEL_LIMIT = _KNOWN_VALUES_LIMIT
-    try:
-        yield
-    finally:
-        fake_tensor.CONSTANT_NUMEL_LIMIT = limit
+    return mock.patch.object(fake_tensor, "CONSTANT_NUMEL_LIMIT", _KNOWN_VALUES_LIMIT)
 
 
 def fake_with_values(fake: Tensor, real: Tensor) -> Tensor:
@@ -171,7 +156,6 @@ def _hidden_values(tensors: Sequence[Any], written: Sequence[Any]) -> Iterator[N
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operator is given and writes to."""
     if not has_schema(func):
         return []
     given = bound_arguments(func, args, kwargs).values()
@@ -182,12 +166,11 @@ def _may_be_known(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _KNOWN_VALUES_LIMIT
 
 
-def _remember(fake: Any, values: Tensor) -> Tensor:
+def _remember(fake: Any, values: Tensor) -> Any:
     """Give a fake tensor values, until something that is not known is written to it."""
     fake.constant = values
     fake.fake_mode.fake_tensor_converter.add_constant_storage_mapping(fake)
-    remembered: Tensor = fake
-    return remembered
+    return fake
 
 
 _FACTORIES = frozenset(

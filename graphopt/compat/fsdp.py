@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,23 +117,16 @@ def post_forward_order(model: nn.Module) -> list[int]:
 
 def _groups(model: nn.Module) -> list[Any]:
     """Parameters that are gathered together, in the order of their modules."""
-    return [group for state in _states(model) for group in _groups_of(state)]
+    found: list[Any] = []
+    for state in _states(model):
+        several = getattr(state, "_fsdp_param_groups", None)
+        found += [state._fsdp_param_group] if several is None else several  # torch 2.11 has one at most
+    return [group for group in found if group is not None]
 
 
-def _groups_of(state: Any) -> Sequence[Any]:
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is None:  # torch 2.11 has one at most
-        several = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(several)
-
-
-def _states(model: nn.Module) -> Iterator[Any]:
-    seen: set[int] = set()
-    for module in _sharded_modules(model):
-        state = module._get_fsdp_state()
-        if id(state) not in seen:
-            seen.add(id(state))
-            yield state
+def _states(model: nn.Module) -> list[Any]:
+    states = [module._get_fsdp_state() for module in _sharded_modules(model)]
+    return list({id(state): state for state in states}.values())
 
 
 def group_of_ranks(model: nn.Module) -> dist.ProcessGroup | None:
@@ -194,8 +187,9 @@ def without_hooks(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         memo[id(module)] = kind.__new__(kind)
     for module in sharded:
         held = {name: value for name, value in vars(module).items() if name not in (STATE_KEY, REGISTRY_KEY)}
-        kept = {name: _without(value, own) if name in _HOOKS else value for name, value in held.items()}
-        memo[id(module)].__dict__.update(copy.deepcopy(kept, memo))
+        for name in _HOOKS:
+            held[name] = type(held[name])((number, hook) for number, hook in held[name].items() if number not in own)
+        memo[id(module)].__dict__.update(copy.deepcopy(held, memo))
     return copy.deepcopy(model, memo)
 
 
@@ -206,10 +200,6 @@ def _hooks_of_torch(model: nn.Module) -> set[int]:
         for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
             found |= {single.id for single in getattr(handle, "handles", (handle,))}
     return found
-
-
-def _without(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
-    return type(hooks)((number, hook) for number, hook in hooks.items() if number not in numbers)
 
 
 CALL = "_compiled_call_impl"

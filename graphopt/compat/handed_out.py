@@ -51,13 +51,11 @@ def _is_differentiated(node: fx.Node) -> bool:
     """Whether a node was computed, and from something that requires a gradient."""
     if node.op in ("placeholder", "get_attr"):
         return False
-    seen, stack = {node}, [node]
-    while stack:
-        current = stack.pop()
-        value = current.meta.get("example_value")
-        if isinstance(value, Tensor) and value.requires_grad:
-            return True
-        new = [n for n in current.all_input_nodes if n not in seen]
-        seen.update(new)
-        stack.extend(new)
+    read = {node}
+    for other in reversed(node.graph.nodes):
+        if other in read:
+            value = other.meta.get("example_value")
+            if isinstance(value, Tensor) and value.requires_grad:
+                return True
+            read.update(other.all_input_nodes)
     return False

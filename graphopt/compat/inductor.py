@@ -1,19 +1,18 @@
-"""Inductor: partitioning a joint graph, and compiling its halves."""
+"""Inductor: partitioning a joint graph, and settings."""
 
 from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx
 from torch._inductor import config
-from torch._inductor.utils import BoxedBool, fresh_inductor_cache
+from torch._inductor.utils import fresh_inductor_cache
 
-from graphopt.compat import fake_mode_of, lazy_graph_modules, no_autocast, output_list, unsynced_tracing_context
+from graphopt.compat import fake_mode_of, lazy_graph_modules, output_list, unsynced_tracing_context
 from graphopt.compat.recompute import IN_FORWARD, KEEP, SAVE, carries, copy_written, is_marked, keep_readers_of_written
 
 
@@ -35,26 +34,14 @@ def partition(
     with lazy_graph_modules():
         values = [n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
         fake_mode = fake_mode_of(values)
-        if not inductor:
-            with unsynced_tracing_context(fake_mode):  # see below
-                return as_marked(
-                    joint,
-                    (),
-                    written,
-                    num_fwd_outputs=num_forward_outputs,
-                    static_lifetime_input_indices=list(static_inputs),
-                )
-        with V.set_fake_mode(fake_mode):
-            joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
-        with unsynced_tracing_context(fake_mode):  # where the partitioner looks for it, if it has random states to pass on
-            return min_cut(
-                joint,
-                (),
-                num_forward_outputs,
-                written,
-                compiler="inductor",
-                static_lifetime_input_indices=list(static_inputs),
-            )
+        if inductor:
+            with V.set_fake_mode(fake_mode):
+                joint = compile_fx._recursive_joint_graph_passes(joint, skip_invoke_subgraph=True, input_device=values[0].device)
+        options: dict[str, Any] = {"num_fwd_outputs": num_forward_outputs, "static_lifetime_input_indices": list(static_inputs)}
+        with unsynced_tracing_context(fake_mode):  # where partitioners look for it, if they have random states to pass on
+            if inductor:
+                return min_cut(joint, (), written=written, compiler="inductor", **options)
+            return as_marked(joint, (), written, **options)
 
 
 def as_marked(
@@ -112,43 +99,13 @@ def _replace_outputs(module: fx.GraphModule, position: int, count: int, nodes: S
         module.recompile()
 
 
-@contextlib.contextmanager
-def compiling(module: fx.GraphModule) -> Iterator[Any]:
-    """The state that Inductor expects around it, and its tracing context; `module`'s fake tensors say which fake mode."""
-    from torch._inductor.virtualized import V
-
-    fake_mode = fake_mode_of([n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), Tensor)])
-    with torch.no_grad(), no_autocast(), V.set_fake_mode(fake_mode), unsynced_tracing_context(fake_mode) as context:
-        yield context
-
-
-def compile_graph(module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool) -> Any:
-    """Compile one half with Inductor, within `compiling`."""
-    from torch._inductor.compile_fx import compile_fx_inner
-    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
-
-    leaves = output_list(module)
-    module.graph.output_node().meta["user_visible_output_idxs"] = [i for i in visible if isinstance(leaves[i], fx.Node)]
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    return compile_fx_inner(
-        module,
-        inputs,
-        static_input_idxs=list(static),
-        cudagraphs=BoxedBool(False),
-        is_backward=is_backward,
-        boxed_forward_device_index=BoxedDeviceIndex(None),
-    )
-
-
-def restride_saved(results: Sequence[Any], backward: fx.GraphModule, strides: Sequence[Any] | None) -> None:
+def restride_saved(results: Sequence[Any], backward: fx.GraphModule, strides: Sequence[Any]) -> None:
     """Tell the backward which memory layout the compiled forward gives to the tensors that it saves.
 
     Args:
         results: the forward's.
-        strides: per result of the forward, as numbers, text of numbers or expressions of the graph's symbols; None if unknown.
+        strides: per result of the forward, as numbers or expressions of the graph's symbols; None if unknown.
     """
-    if strides is None:
-        return
     produced = {
         node.name: stride
         for node, stride in zip(results, strides, strict=False)
@@ -171,10 +128,8 @@ def _size(value: Any, tensor: Tensor) -> Any:
 
 def eager_draws() -> contextlib.AbstractContextManager[None]:
     """What Inductor compiles inside draws random numbers with eager mode's kernels: the same seed gives the same dropout."""
-    patched: contextlib.AbstractContextManager[None] = config.patch(fallback_random=True)
-    return patched
+    return config.patch(fallback_random=True)
 
 
-def fresh_compiler_cache() -> contextlib.AbstractContextManager[None]:
-    """Compile from scratch inside: for measurements of compile time."""
-    return fresh_inductor_cache()
+fresh_compiler_cache = fresh_inductor_cache
+"""Compile from scratch inside: for measurements of compile time."""

@@ -18,9 +18,10 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import config
+from torch._inductor.utils import BoxedBool
 
-from graphopt.compat import fake_mode_of, output_list
-from graphopt.compat.inductor import compile_graph, compiling, restride_saved
+from graphopt.compat import fake_mode_of, no_autocast, output_list, pytree, unsynced_tracing_context
+from graphopt.compat.inductor import restride_saved
 from graphopt.ops.by_tokens import by_tokens_workspace
 
 
@@ -111,7 +112,10 @@ def _donated(forward: fx.GraphModule, results: Sequence[Any], backward: fx.Graph
 def _program(
     module: fx.GraphModule, visible: Sequence[int], static: Sequence[int], is_backward: bool, donated: Sequence[int] = ()
 ) -> Program:
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cudagraph_utils import BoxedDeviceIndex
     from torch._inductor.graph import GraphLowering, SubgraphLowering
+    from torch._inductor.virtualized import V
 
     def stop(self: Any) -> Any:
         if isinstance(self, SubgraphLowering):  # a branch of torch.cond, within the program
@@ -121,16 +125,28 @@ def _program(
 
     generate = GraphLowering.codegen
     results = tuple(n.name if isinstance(n, fx.Node) else None for n in output_list(module))
+    module.graph.output_node().meta["user_visible_output_idxs"] = [i for i in visible if results[i] is not None]
+    fake_mode = fake_mode_of([n.meta["val"] for n in module.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)])
     try:
         with (
-            compiling(module) as context,
+            torch.no_grad(),
+            no_autocast(),
+            V.set_fake_mode(fake_mode),
+            unsynced_tracing_context(fake_mode) as context,
             config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, force_disable_caches=False),  # or a folder is left
             mock.patch.object(GraphLowering, "codegen", stop),
             _scalar_kernels(),
             _groups_unknown(),
         ):
             context.fw_metadata = SimpleNamespace(bw_donated_idxs=list(donated))
-            compile_graph(module, visible, static, is_backward)
+            compile_fx_inner(
+                module,
+                [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"],
+                static_input_idxs=list(static),
+                cudagraphs=BoxedBool(False),
+                is_backward=is_backward,
+                boxed_forward_device_index=BoxedDeviceIndex(None),
+            )
     except _Generated as generated:
         return generated.program
     except BackendCompilerFailed as error:
@@ -238,7 +254,7 @@ def _allocated_by(graph: Any, node: Any) -> Iterator[Event]:
         for source in aliased:
             yield Event("hold", name, source=source)
     elif isinstance(node.layout, ir.MultiOutputLayout):
-        for output in _flat(getattr(node, "outputs", ())):
+        for output in pytree.tree_leaves(getattr(node, "outputs", ())):
             if isinstance(output, ir.MultiOutput):
                 yield Event("allocate", name, _buffer(graph, output))
     elif not isinstance(node.layout, (ir.NoneLayout, ir.MutationLayoutSHOULDREMOVE)):
@@ -252,14 +268,6 @@ def _workspace(node: Any) -> Buffer | None:
     program, chunk, _, workspace = node.constant_args
     size = by_tokens_workspace(program, chunk, workspace, sympy.sympify(node.inputs[0].get_size()[0]))
     return Buffer(f"{node.get_name()}_chunk", (size,), size, torch.uint8, None)
-
-
-def _flat(outputs: Any) -> Iterator[Any]:
-    if isinstance(outputs, (list, tuple)):
-        for output in outputs:
-            yield from _flat(output)
-    else:
-        yield outputs
 
 
 def _buffer(graph: Any, node: Any) -> Buffer:

@@ -153,14 +153,8 @@ def as_if_compiled() -> contextlib.AbstractContextManager[Any]:
     """
     if not hasattr(functional_export, "_compiling_state_context"):
         return contextlib.nullcontext()
-    return mock.patch.object(functional_export, "_compiling_state_context", _compiling)
-
-
-@contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """As torch's, for the other flag alone."""
-    with mock.patch.object(torch.compiler, "_is_compiling_flag", True):
-        yield
+    compiling = functools.partial(mock.patch.object, torch.compiler, "_is_compiling_flag", True)  # torch's sets another flag, too
+    return mock.patch.object(functional_export, "_compiling_state_context", compiling)
 
 
 def intermediates_that_require_grad(whole: bool) -> contextlib.AbstractContextManager[Any]:

@@ -144,9 +144,6 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 
 def _starts_a_region(node: fx.Node) -> bool:
-    return any(is_marked(user) and _is_later(user, node) for user in node.users)
-
-
-def _is_later(node: fx.Node, other: fx.Node) -> bool:
-    region, before = node.meta.get("ac_graph_id"), other.meta.get("ac_graph_id")
-    return region is not None and before is not None and region > before
+    own = node.meta.get("ac_graph_id")
+    regions = [user.meta.get("ac_graph_id") for user in node.users if is_marked(user)]
+    return own is not None and any(region is not None and region > own for region in regions)

@@ -50,11 +50,7 @@ def require_optimizer(optimizer: Any) -> None:
 
 
 def require_not_optimised(model: nn.Module, what: str) -> None:
-    """Raise `InputError` where `optimize` returned a model or a part of it.
-
-    Args:
-        what: is to be done with it, as a participle.
-    """
+    """Raise `InputError` where `optimize` returned a model or a part of it; `what` is to be done with it, as a participle."""
     for name, module in model.named_modules():
         if issubclass(type(module), SharedModule):
             part = f"its part {name}" if name else "it"

@@ -9,6 +9,7 @@ order they are drawn. The step that is compared then draws with eager mode's ker
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import numbers
 import random
@@ -33,7 +34,9 @@ from graphopt.loss import LossFunction, scalar_loss
 from graphopt.passes import Preserves
 from graphopt.passes.state import State
 from graphopt.passes.technique import technique
-from graphopt.runtime.counters import Counters
+from graphopt.runtime.captures import Counters
+from graphopt.runtime.supply import Supply
+from graphopt.runtime.uniforms import Uniforms
 from graphopt.testing.compare import compare_gradients, compare_values, tolerance_of
 
 if TYPE_CHECKING:
@@ -59,10 +62,10 @@ def first_difference(opt: OptimizedModule, args: tuple[Any, ...], kwargs: Mappin
     plan = replace(plan, passes=kept)
     for rewrite in kept:
         plan = technique(rewrite).alone(plan)
-    taken = _Taken(tuple(opt.states.values()))
-    options: dict[str, Any] = {"parts": captures.several_graphs, "supplier": taken, "loss_alone": loss_alone}
-    options["long_to_eager"] = captures.long_to_eager
-    running = Running(ours, captures.backend, Counters(), planned, told.append, lambda: None, captures.batch_dim, **options)
+    taken = _Taken(opt.states)
+    own = copy.copy(captures)
+    own.model, own.counters = ours, Counters()
+    running = Running(own, planned, told.append, lambda: None, own.several_graphs, supply=taken)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]
     with same_draws(tensors), no_generation_cache(eager):
@@ -144,33 +147,27 @@ def same_draws(tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
 
 
-class _Taken:
-    """The `Supplier` of a step that is compared: gradients that a technique keeps are gathered by name."""
+class _Taken(Supply):
+    """What a step that is compared exchanges: gradients that a technique keeps are gathered by name."""
 
-    def __init__(self, states: Sequence[State]) -> None:
-        self.states = states
+    def __init__(self, states: Mapping[str, State]) -> None:
+        super().__init__(Uniforms(), states)
         self.gradients: dict[str, Tensor | None] = {}
 
-    def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
-        if desc.kind == "random":
-            return torch.rand(size, dtype=torch.float64, device=like.device)
-        values = (state.supply(desc, size, like) for state in self.states)
-        return next(value for value in values if value is not None)
-
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
-        """See `Supplier`; slots are none of the training's."""
+        """See `Supply`; slots are none of the training's."""
         if isinstance(desc, InputDesc):
             self.gradients[desc.target] = value
 
     def finish(self) -> None:
-        """See `Supplier`; nothing waits."""
+        """See `Supply`; nothing waits."""
 
     def images(self, eager: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         """What the gathered gradients must be, where eager autograd has any."""
         found: dict[str, Tensor | None] = {}
         for name in self.gradients:
             gradient = eager.get(name)
-            images = [] if gradient is None else [state.image(name, gradient) for state in self.states]
+            images = [] if gradient is None else [state.image(name, gradient) for state in self.states.values()]
             image = next((made for made in images if made is not None), None)
             if image is not None:
                 found[name] = image
@@ -192,7 +189,7 @@ def _step(
 
 def _gradients(scalar: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Gradients by leaves of a copy; what is shared with the model, such as the parameters of a loss, keeps its own."""
-    nodes = _nodes(scalar)
+    nodes = list(compat.functions_behind([scalar]))
     if not any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
         return torch.autograd.grad(scalar, wanted, allow_unused=True)
     # reentrant checkpointing refuses torch.autograd.grad
@@ -204,18 +201,6 @@ def _gradients(scalar: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | No
     for leaf, gradient in before:
         leaf.grad = gradient
     return [tensor.grad for tensor in wanted]
-
-
-def _nodes(result: Tensor) -> list[Any]:
-    """The autograd graph that a tensor is the result of."""
-    found: dict[Any, None] = {}
-    waiting = [result.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in found:
-            found[node] = None
-            waiting += [other for other, _ in node.next_functions]
-    return list(found)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

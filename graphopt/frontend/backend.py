@@ -43,18 +43,17 @@ class Unsettled(Exception):
     """A graph was to be compiled in a step for which nothing was prepared; see `Host.settled`."""
 
 
+@dataclass(eq=False)
 class PlanBackend:
-    """What Dynamo calls with each graph of a model under one plan."""
+    """What Dynamo calls with each graph of a model under one plan.
 
-    def __init__(self, plan: Plan, host: Callable[[], Host], backend: Backend) -> None:
-        """Set up.
+    Attributes:
+        host: a weak reference, since Dynamo keeps backends for ever.
+    """
 
-        Args:
-            host: a weak reference, since Dynamo keeps backends for ever.
-        """
-        self.plan = plan
-        self.host = host
-        self.backend = backend
+    plan: Plan
+    host: Callable[[], Host]
+    backend: Backend
 
     def __call__(self, module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         """What Dynamo is to run in the place of a graph."""
@@ -67,18 +66,14 @@ class PlanBackend:
         return _Regions(self, copy, placeholders, values, first)
 
     def _made(self, module: fx.GraphModule, examples: Sequence[Any], region: Region, values: Sequence[Any]) -> _Made:
-        """Compile a region.
-
-        Args:
-            values: of the placeholders in the call under way.
-        """
+        """Compile a region; `values` are the placeholders' in the call under way."""
         start = time.perf_counter()
         host, found = self.host(), CompiledRegion(region, needless=self.needless(values))
         with stage("compile"):
             run = self._compile(module, examples, found, host, values)
         found.compile_seconds = time.perf_counter() - start
         host.compiled(found)
-        trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned())]
+        trained = [p.name for p in region.parameters if p.trainable and self.plan.trains(p.name, host.planned)]
         cuts = any(p.trainable for p in region.parameters if p.name not in trained)
         parameters = {p.name for p in region.parameters}
         written = {d.target.target for d in found.graph.outputs if d.kind in WRITES} if found.graph else set(region.names)
@@ -103,7 +98,7 @@ class PlanBackend:
     def _wanted(self) -> Callable[[Tensor], bool]:
         """Whether the gradient of a leaf is asked for: it is trained, or no parameter, so that the caller may hold it."""
         host = self.host()
-        names, planned = host.names(), host.planned()
+        names, planned = host.names(), host.planned
 
         def wanted(leaf: Tensor) -> bool:
             own = names.get(id(leaf), ()) if isinstance(leaf, nn.Parameter) else ()
@@ -149,7 +144,7 @@ class PlanBackend:
                     found.unasked = ()
                     give_backward(copy)
                     return compile_plainly(copy, examples, self.backend)
-                (hooks.rewrite or hooks.see)(joint, num_forward)
+                hooks.rewrite(joint, num_forward)
                 found.again = functools.partial(split_again, copy, list(examples), hooks)
             if not found.unasked or found.graph is None or not reads_what_it_changes(found.graph):
                 return run

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from graphopt.calls import BatchDim, batch_dims_of, batch_size_of, flatten_call
-from graphopt.compat.dynamo import symbolic_dims
 from graphopt.errors import InputError
 
 
@@ -28,9 +26,3 @@ def batch_of(
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any], batch_dim: BatchDim) -> int:
     """Of a call; 1 where it has none."""
     return batch_of(args, kwargs, batch_dim)[2]
-
-
-def symbolic_batch(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> contextlib.AbstractContextManager[None]:
-    """What is compiled inside is traced for any number of samples in this call: so it is known which rows are samples."""
-    tensors, dims, _ = batch_of(args, kwargs, batch_dim)
-    return symbolic_dims(tensors, dims)

@@ -45,7 +45,7 @@ class Before:
 
     def has_changed(self) -> bool:
         """Whether an attribute is another now."""
-        return have_changed(self.attributes)
+        return any(not _alike(held, values) for held, values in self.attributes)
 
     @contextlib.contextmanager
     def restored(self, model: nn.Module) -> Iterator[None]:
@@ -114,19 +114,12 @@ def put_back(attributes: Sequence[tuple[Container, Container]]) -> None:
             held.update(values)
 
 
-def have_changed(attributes: Sequence[tuple[Container, Container]]) -> bool:
-    """Whether a container holds something else than it held."""
-    return any(not _alike(held, values) for held, values in attributes)
-
-
 def _alike(held: Container, values: Container) -> bool:
     """Whether they hold the same objects, or equal numbers and texts, in the same places."""
     if isinstance(held, set):
         return held == values
     if isinstance(held, dict) and isinstance(values, dict):
         return list(held) == list(values) and _alike(list(held.values()), list(values.values()))
-    return len(held) == len(values) and all(a is b or _equal(a, b) for a, b in zip(held, values, strict=True))
-
-
-def _equal(a: object, b: object) -> bool:
-    return type(a) is type(b) and isinstance(a, (int, float, str)) and a == b
+    return len(held) == len(values) and all(
+        a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b) for a, b in zip(held, values, strict=True)
+    )

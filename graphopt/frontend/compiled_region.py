@@ -145,21 +145,19 @@ class Host(Protocol):
         modes: that watch operators; see `observed_by`.
         begun: another region has run in the call under way.
         settled: nothing is expected to be compiled; if something is after all, `Unsettled` has the host prepare for it.
+        planned: the parameters that a plan knows of; others are trained.
         values: that passes have graphs exchange with Python.
     """
 
     modes: Sequence[Any] = ()
     begun: bool = False
     settled: bool = False
+    planned: Collection[str]
     values: Values
 
     def names(self) -> Mapping[int, Sequence[str]]:
         """See `tensor_names`; others are named by where Dynamo found them."""
         return {}
-
-    def planned(self) -> Collection[str]:
-        """The parameters that a plan knows of; others are trained."""
-        ...
 
     def batch_size(self) -> int:
         """Of the call under way; 1 where it is not known."""

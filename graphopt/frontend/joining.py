@@ -7,7 +7,7 @@ in between, autograd knows of what, so that a gradient can be passed on.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +26,17 @@ class RecordedRegion:
 
     Attributes:
         region: its parameters.
-        graph: the joint graph; None where there is no backward, or where none could be traced.
-        inputs: per placeholder of Dynamo's graph, the tensor that it was given; None for other values.
+        graph: the joint graph, or the forward alone where there is no backward.
+        inputs: per placeholder of Dynamo's graph, what it was given.
         outputs: what it returned.
         places: where autograd computed each of these (`place_of`), before anything changed it in place.
     """
 
     region: Region
-    graph: TrainingGraph | None
-    inputs: list[Any] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    places: list[Any] = field(default_factory=list)
+    graph: TrainingGraph
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    places: Sequence[Any]
 
 
 def place_of(value: Any) -> tuple[Any, int] | None:
@@ -45,15 +45,10 @@ def place_of(value: Any) -> tuple[Any, int] | None:
 
 
 def joined_graph(regions: Sequence[RecordedRegion], returned: Sequence[Tensor], batch_size: int, reason: str) -> TrainingGraph:
-    """The joint graphs of a model's regions as one: forwards in order, backwards in reverse.
-
-    Args:
-        returned: what the model returned.
-        reason: why it is not one graph.
-    """
+    """The joint graphs of a model's regions as one, of a model that `returned` this: forwards in order, backwards in reverse."""
     joined = _Joined(regions, returned)
     graph = TrainingGraph(
-        module=joined.module(),
+        module=fx.GraphModule(joined.root, joined.graph),
         inputs=tuple(joined.inputs),
         outputs=tuple(joined.outputs),
         parameters=tuple(joined.parameters.values()),
@@ -66,7 +61,7 @@ def joined_graph(regions: Sequence[RecordedRegion], returned: Sequence[Tensor], 
 
 
 class _Joined:
-    """Builds the graph of all regions."""
+    """Builds the graph of all regions; `root` has the constants of all."""
 
     def __init__(self, regions: Sequence[RecordedRegion], returned: Sequence[Tensor]) -> None:
         self.graph = fx.Graph()
@@ -91,10 +86,6 @@ class _Joined:
             self._backward(number, regions[number])
         self._finish()
 
-    def module(self) -> fx.GraphModule:
-        """The graph, with the constants of all regions."""
-        return fx.GraphModule(self.root, self.graph)
-
     def _placeholder(self, key: Any, desc: InputDesc, like: fx.Node) -> fx.Node:
         if key not in self._placeholders:
             node = self.graph.placeholder(f"input_{len(self.inputs)}")
@@ -107,7 +98,6 @@ class _Joined:
         """Placeholders of everything that no region makes."""
         made: set[int] = set()
         for number, region in enumerate(regions):
-            assert region.graph is not None
             mapping: dict[fx.Node, fx.Node] = {}
             for parameter in region.region.parameters:
                 self.parameters.setdefault(parameter.name, parameter)
@@ -128,7 +118,6 @@ class _Joined:
     def _copy(self, node: fx.Node, region: RecordedRegion, number: int) -> None:
         mapping = self._maps[number]
         if node.op == "get_attr":
-            assert region.graph is not None
             value = getattr(region.graph.module, str(node.target))
             name = f"constant_{len(self.root._buffers) + len(self.root._modules)}"
             if isinstance(value, Tensor):
@@ -142,7 +131,6 @@ class _Joined:
         mapping[node] = copied
 
     def _forward(self, number: int, region: RecordedRegion) -> None:
-        assert region.graph is not None
         mapping, graph = self._maps[number], region.graph
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
             if node not in mapping and desc.kind != "tangent":
@@ -165,7 +153,6 @@ class _Joined:
         inputs = [value for region in regions for value in region.inputs if isinstance(value, Tensor)]
         taken = {id(value) for value in (*inputs, *(made for value in inputs for made in self._computed_of(value)))}
         for number, region in enumerate(regions):
-            assert region.graph is not None
             for desc, node in zip(region.graph.inputs, region.graph.placeholders, strict=True):
                 values = self._differentiated(region, desc)
                 used = all(id(value) in taken and id(value) not in self._returned for value in values)
@@ -181,7 +168,6 @@ class _Joined:
         """What a region returned of which a tangent is the gradient: one tensor, or all those that are views of one."""
         if desc.kind != "tangent" or not isinstance(desc.target, OutputDesc):
             return []
-        assert region.graph is not None
         results = dict(zip(region.graph.outputs, region.graph.results, strict=True))
         if desc.target.kind == "output":
             found = [desc.target]
@@ -195,7 +181,6 @@ class _Joined:
         return [value for value in values if isinstance(value, Tensor)]
 
     def _backward(self, number: int, region: RecordedRegion) -> None:
-        assert region.graph is not None
         mapping, graph = self._maps[number], region.graph
         for desc, node in zip(graph.inputs, graph.placeholders, strict=True):
             if desc.kind == "tangent":

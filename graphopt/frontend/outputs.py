@@ -165,8 +165,9 @@ def answer(node: Any, outputs: Sequence[Any], unasked: Sequence[int], tangents: 
             if gradients[i] is not None:
                 return asked(node, own, gradients)
         for i in expected:
-            if gradients[i] is None:
-                _materialize(node, gradients, i)
+            if gradients[i] is None:  # zeros, as torch.compile has it
+                like = node._input_metadata[i]
+                gradients[i] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         found = own(node, gradients)
         if not keeps_graph():
             node.ask = None
@@ -204,9 +205,3 @@ def answer(node: Any, outputs: Sequence[Any], unasked: Sequence[int], tangents: 
 
     wrap_backward(node, run)
     on_compiled_autograd(node, begun, check)
-
-
-def _materialize(node: Any, gradients: list[Tensor | None], i: int) -> None:
-    """Zeros for an absent gradient, as torch.compile has it."""
-    like = node._input_metadata[i]
-    gradients[i] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)

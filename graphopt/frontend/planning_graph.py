@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -26,7 +25,7 @@ from graphopt.errors import (
     forget_frames,
 )
 from graphopt.frontend.accepted import require_not_optimised
-from graphopt.frontend.recording import Recording, record, trains
+from graphopt.frontend.recording import record, trains
 from graphopt.graph import TrainingGraph
 from graphopt.passes import Pass
 from graphopt.passes.technique import technique
@@ -42,8 +41,8 @@ def planning_graph(
     batch_dim: BatchDim,
     fullgraph: bool = False,
     long_to_eager: bool = False,
-) -> tuple[TrainingGraph, Recording | None]:
-    """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what was recorded.
+) -> tuple[TrainingGraph, tuple[str, ...] | None]:
+    """The joint graph to plan on; of a model that is not one graph, all its parts as one, and what of it cannot be planned.
 
     Args:
         trace: gives the graph of a model that is one.
@@ -53,7 +52,7 @@ def planning_graph(
     """
     require_plannable(model)
     try:
-        with stage("capture"), compat.failures_raised_alone(), TRACING, left_to_eager_mode(long_to_eager):
+        with stage("capture"), TRACING, compat.failures_raised_alone(), left_to_eager_mode(long_to_eager):
             return trace(), None
     except (BudgetError, PassError, ImportanceError, TorchVersionError):
         raise
@@ -62,8 +61,8 @@ def planning_graph(
             raise
         reason = first_line(error)
         try:
-            with stage("capture"), compat.failures_raised_alone(), TRACING:
-                recording = record(model, args, kwargs, batch_dim, reason, long_to_eager)
+            with stage("capture"), TRACING, compat.failures_raised_alone():
+                graph, unplanned = record(model, args, kwargs, batch_dim, reason, long_to_eager)
         except Exception as second:
             try:
                 trained = trains(model, args, kwargs)
@@ -75,8 +74,7 @@ def planning_graph(
                 raise second from error
             raise NothingToPlan(f"nothing of the model can be planned: {first_line(second)}; {reason}") from second
         forget_frames(error)
-    untraced = _left_to_eager_mode(model, recording.graph)
-    return recording.graph, replace(recording, unplanned=(*recording.unplanned, *filter(None, [untraced])))
+    return graph, (*unplanned, *filter(None, [_left_to_eager_mode(model, graph)]))
 
 
 def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_dim: BatchDim) -> TrainingGraph:

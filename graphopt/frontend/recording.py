@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,19 +32,6 @@ from graphopt.graph import TrainingGraph
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What a run of a model showed.
-
-    Attributes:
-        graph: all regions as one.
-        unplanned: what could not be traced, for the report.
-    """
-
-    graph: TrainingGraph
-    unplanned: tuple[str, ...]
-
-
 def record(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -52,12 +39,14 @@ def record(
     batch_dim: BatchDim,
     reason: str,
     long_to_eager: bool = False,
-) -> Recording:
+) -> tuple[TrainingGraph, tuple[str, ...]]:
     """Run `model` once and join the joint graphs of its regions; the caller holds `TRACING`.
 
     Args:
         reason: why it is not one graph.
         long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
+    Returns:
+        All regions as one graph, and what could not be traced, for the report.
     Raises:
         NothingToPlan: no part of it has a joint graph.
     """
@@ -78,13 +67,12 @@ def record(
 
         def run(*values: Any) -> Any:
             outputs = module(*values)
-            # Dynamo runs one graph for all layers that look alike, and sharded weights are other tensors once they are gathered.
-            region = region_of(placeholders, values, tensor_names(twin[0]))
-            graph = None
             if traced is not None:
+                # Dynamo runs one graph for all layers that look alike, and sharded weights, once gathered, are other tensors.
+                region = region_of(placeholders, values, tensor_names(twin[0]))
                 graph = training_graph(region, graph_module(traced[0], copied(traced[0].graph)), traced[1])
-            returned = list(pytree.tree_leaves(outputs))
-            regions.append(RecordedRegion(region, graph, list(values), returned, [place_of(value) for value in returned]))
+                returned = pytree.tree_leaves(outputs)
+                regions.append(RecordedRegion(region, graph, values, returned, list(map(place_of, returned))))
             return outputs
 
         return run
@@ -101,13 +89,12 @@ def record(
         twin.append(running)
         try:
             output = compiled_by(with_own_code(lambda *a, **k: twin[0](*a, **k), "recorded"), backend, False)(*args, **kwargs)
-            found = list(regions)
+            planned = list(regions)
         finally:  # Dynamo keeps the backend for ever
             regions.clear()
             twin.clear()
     returned = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    planned = [region for region in found if region.graph is not None]
-    if not any(desc.kind == "gradient" for region in planned if region.graph is not None for desc in region.graph.outputs):
+    if not any(desc.kind == "gradient" for region in planned for desc in region.graph.outputs):
         why = unplanned[0] if unplanned else "torch.compile traces no part of it that has a backward"
         raise NothingToPlan(f"nothing of the model can be planned: {why}; {reason}")
     parts = "1 graph, planned alone" if len(planned) == 1 else f"{len(planned)} graphs, planned together"
@@ -116,7 +103,7 @@ def record(
     joined = replace(joined, parameters=tuple(sorted(joined.parameters, key=lambda p: order.get(p.name, len(order)))))
     if not joined.trainable:
         raise NothingToPlan(f"nothing of the model can be planned: what torch.compile traces has no parameters; {reason}")
-    return Recording(joined, tuple(dict.fromkeys(unplanned)))
+    return joined, tuple(dict.fromkeys(unplanned))
 
 
 def _traced(module: fx.GraphModule, examples: Sequence[Any]) -> tuple[fx.GraphModule, int]:

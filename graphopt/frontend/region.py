@@ -7,15 +7,15 @@ parameter of the model if it is that very object.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
 from torch import SymInt, Tensor, fx, nn
 
-from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, functions_behind, output_list
+from graphopt.compat import InputDesc, OutputDesc, describe_joint, expression, functions_behind
 from graphopt.compat.aot import ABSENT
 from graphopt.compat.distributed import local_part
 from graphopt.compat.dynamo import source_of, traced_size
@@ -67,12 +67,9 @@ def frozen_names(model: nn.Module) -> frozenset[str]:
 
 
 def needs_gradient(tensor: Tensor, wanted: Callable[[Tensor], bool]) -> bool:
-    """Whether a gradient of a region's input goes on to a leaf that is wanted.
+    """Whether a gradient of a region's input goes on to a leaf that is `wanted`.
 
     Where that cannot be seen, because a Python function is on the way, it does, and so where the tensor itself has a hook.
-
-    Args:
-        wanted: of a leaf, whether its gradient is.
     """
     if not tensor.requires_grad:
         return False
@@ -125,7 +122,7 @@ def training_graph(
     graph = TrainingGraph(
         module=joint,
         inputs=tuple(map(region.describe, inputs)),
-        outputs=tuple(_with_name(desc, region) for desc in outputs),
+        outputs=tuple(replace(d, target=region.describe(d.target)) if isinstance(d.target, InputDesc) else d for d in outputs),
         parameters=region.parameters,
         out_spec=None,
         symbols=frozenset(),
@@ -214,10 +211,8 @@ def write_mutations(graph: TrainingGraph, num_outputs: int) -> None:
 
 
 def take_tangents_out(graph: TrainingGraph, unasked: Sequence[int]) -> list[tuple[int, fx.Node]]:
-    """Take the tangents of outputs without a backward out of a graph, since passes are to know nothing of them.
+    """Take the tangents of outputs without a backward, at positions `unasked`, out of a graph: passes know nothing of them.
 
-    Args:
-        unasked: positions of those outputs.
     Returns:
         The position among the placeholders, and the node, of each.
     """
@@ -239,10 +234,6 @@ def put_tangents_back(joint: fx.GraphModule, taken: Sequence[tuple[int, fx.Node]
     joint.recompile()
 
 
-def _with_name(desc: OutputDesc, region: Region) -> OutputDesc:
-    return OutputDesc(desc.kind, region.describe(desc.target)) if isinstance(desc.target, InputDesc) else desc
-
-
 def _sizes(joint: fx.GraphModule) -> dict[sympy.Symbol, int]:
     """The sizes that a graph was traced with, for every symbol of its inputs' shapes."""
     found: dict[sympy.Symbol, int] = {}
@@ -255,13 +246,12 @@ def _sizes(joint: fx.GraphModule) -> dict[sympy.Symbol, int]:
     return found
 
 
-def drop_gradients(joint: fx.GraphModule, graph: TrainingGraph, unwanted: Sequence[OutputDesc]) -> None:
-    """Have a joint graph return no gradient for some of its inputs."""
-    results = output_list(joint)
-    for position, desc in enumerate(graph.outputs):
-        if desc in unwanted:
-            results[position] = None
-    joint.graph.output_node().args = (tuple(results),)
+def drop_gradients(graph: TrainingGraph, inputs: Collection[InputDesc]) -> None:
+    """Have a joint graph return no gradient for some of its inputs, nor compute one."""
+    returned = zip(graph.outputs, graph.results, strict=True)
+    results = tuple(None if desc.kind == "gradient" and desc.target in inputs else node for desc, node in returned)
+    graph.graph.output_node().args = (results,)
+    graph.eliminate_dead_code()
 
 
 def _place(source: str) -> str:

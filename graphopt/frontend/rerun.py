@@ -90,7 +90,8 @@ class Rerun:
             raise RerunError(CHANGED)
         wanted, keep = [leaves[number] for number in gradients], compat.keeps_graph()
         (args, kwargs), cut = _cut_off(self.arguments)
-        backend = PlanBackend(self.plan, lambda: self.running, self.running.backend)  # type: ignore[arg-type,return-value]
+        running = self.running
+        backend = PlanBackend(self.plan, lambda: running, running.captures.backend)  # type: ignore[arg-type,return-value]
         dropped = backend.needless([given for given, _ in cut.values()])
         needless = [edge for i, edge in enumerate(cut) if i in dropped]
         if not before.attributes:

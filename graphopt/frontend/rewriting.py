@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphopt.compat import InputDesc, OutputDesc, output_list
+from graphopt.compat import InputDesc, output_list
 from graphopt.compat.aot import ABSENT, Hooks
 from graphopt.compat.dynamo import outside_tracing
 from graphopt.compat.graph_modules import copied, graph_module
@@ -50,19 +50,22 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
     if plan.samples:  # not held for longer: they are the caller's
         trial = {str(i): value for i, value in enumerate(values) if isinstance(value, Tensor)}
 
-    def see(joint: fx.GraphModule, num_forward: int) -> None:
+    def see(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
         remove_dead_nodes(joint)  # a draw that nobody reads is more than torch's simpler partitioner can split
         found.graph = training_graph(found.region, graph_module(joint, copied(joint.graph)), num_forward, weak().batch_size())
         placeholders = joint.graph.find_nodes(op="placeholder")
         for position, _ in take_tangents_out(found.graph, found.unasked):
             placeholders[position].meta[ABSENT] = True
+        return joint
 
     def rewrite(joint: fx.GraphModule, num_forward: int) -> fx.GraphModule:
         start = time.perf_counter()
         num_outputs = len(output_list(joint))
         graph = training_graph(found.region, joint, num_forward, weak().batch_size(), dims)
         taken = take_tangents_out(graph, found.unasked)
-        graph = _rewritten(plan, _without(graph, found.needless), found, weak(), trial)
+        if found.needless:
+            drop_gradients(graph, [InputDesc("input", i) for i in found.needless])
+        graph = _rewritten(plan, graph, found, weak(), trial)
         trial.clear()
         found.graph = graph.clone()
         found.gated = any(node.target is torch.ops.graphopt.gate.default for node in graph.graph.nodes)
@@ -80,10 +83,10 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
     def failed(error: Exception) -> None:
         weak().note(f"a backward could not be compiled ({first_line(error)}); it runs uncompiled")
 
-    changes = rewrite if plan.passes else None
     # Of a pass of the user's own no key can tell: it may take its code from any file.
     untold = any(technique(p).measures_machine or not type(p).__module__.startswith("graphopt.") for p in plan.passes)
-    return Hooks(changes, see, halves, failed, _key(plan, found, host), plan.samples or untold, (unasked,))
+    changes, untold = rewrite if plan.passes else see, untold or plan.samples
+    return Hooks(changes, halves, failed, _key(plan, found, host), not plan.passes, untold, (unasked,))
 
 
 def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
@@ -93,7 +96,7 @@ def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Ho
             plan = technique(rewrite).for_all_outputs(plan)
     if plan.samples:
         try:
-            reason = _unsampled(plan, graph, found.region, host.planned(), trial)
+            reason = _unsampled(plan, graph, found.region, host.planned, trial)
         except Exception as error:
             reason = first_line(error)
         if reason:
@@ -104,7 +107,7 @@ def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Ho
         candidates.append(plan.without_approximations())
     for candidate in candidates:
         try:
-            rewritten, reports = candidate.rewrite_region(graph, host.planned())
+            rewritten, reports = candidate.rewrite_region(graph, host.planned)
         except Exception as error:
             instead = "without approximations" if candidate is not candidates[-1] else "as torch.compile has it"
             host.note(f"a part of the model could not be rewritten ({first_line(error)}); it runs {instead}")
@@ -112,10 +115,7 @@ def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Ho
         found.reports, found.reduced = tuple(reports), candidate is not plan
         found.sampled_part = plan.sampled_part(graph, graph.batch_size, reports)
         return rewritten
-    cut = [p.name for p in graph.parameters if not plan.trains(p.name, host.planned())]
-    if cut:
-        drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("parameter", name)) for name in cut])
-        remove_dead_nodes(graph.module)
+    drop_gradients(graph, [InputDesc("parameter", p.name) for p in graph.parameters if not plan.trains(p.name, host.planned)])
     found.reports, found.reduced = (), True
     return graph
 
@@ -125,7 +125,7 @@ def _key(plan: Plan, found: CompiledRegion, host: Host) -> str:
     passes = [(p.name, repr(p)) for p in plan.passes]
     batch = (plan.not_separable, host.batch_size()) if plan.samples else ()
     decided = (plan.key, passes, host.values.numbers, batch, plan.memory and plan.memory.key)
-    parts = (_own_code(), found.region.names, found.needless, sorted(host.planned()), decided)
+    parts = (_own_code(), found.region.names, found.needless, sorted(host.planned), decided)
     return "graphopt " + hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -137,14 +137,6 @@ def _own_code() -> str:
     folders = (Path(__file__).parents[1], Path(passes.__file__).parent)
     files = sorted({(str(f), f.stat().st_size, f.stat().st_mtime_ns) for folder in folders for f in folder.rglob("*.py")})
     return hashlib.sha256(repr(files).encode()).hexdigest()
-
-
-def _without(graph: TrainingGraph, needless: Sequence[int]) -> TrainingGraph:
-    """A region without the gradients of some of its inputs."""
-    if needless:
-        drop_gradients(graph.module, graph, [OutputDesc("gradient", InputDesc("input", i)) for i in needless])
-        remove_dead_nodes(graph.module)
-    return graph
 
 
 def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]) -> str:

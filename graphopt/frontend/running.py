@@ -8,18 +8,26 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from graphopt import compat
-from graphopt.calls import BatchDim, flatten_call
+from graphopt.calls import flatten_call
 from graphopt.capture import TRACING, caching_configs, without_cache
 from graphopt.compat import draws, pytree
-from graphopt.compat.dynamo import Settings, cause_of, compiled_by, graph_breaks, is_traced_elsewhere, with_own_code
+from graphopt.compat.dynamo import (
+    Settings,
+    cause_of,
+    compiled_by,
+    graph_breaks,
+    is_traced_elsewhere,
+    symbolic_dims,
+    with_own_code,
+)
 from graphopt.errors import ALL_FROZEN, GraphoptError, LossNotFirst, PassError
 from graphopt.frontend.backend import PlanBackend, Unsettled
-from graphopt.frontend.batch import batch_of, batch_size, symbolic_batch
+from graphopt.frontend.batch import batch_of
 from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import CompiledRegion, Ran, Surroundings
 from graphopt.frontend.loss_only import loss_alone, not_kept
@@ -27,13 +35,14 @@ from graphopt.frontend.outputs import with_backward
 from graphopt.frontend.region import frozen_names, tensor_names
 from graphopt.frontend.rerun import Rerun
 from graphopt.frontend.step import RegionStep
-from graphopt.frontend.values import Supplier, Values
-from graphopt.lower import Backend
+from graphopt.frontend.values import Values
 from graphopt.planner.plan import Plan
 from graphopt.runtime.bounded_cache import BoundedCache
-from graphopt.runtime.counters import Counters
-from graphopt.runtime.turn import Turn
 from graphopt.transforms.symbolic_zeros import NO_LOSS
+
+if TYPE_CHECKING:
+    from graphopt.runtime.captures import Captures
+    from graphopt.runtime.supply import Supply
 
 _models = itertools.count()
 
@@ -54,45 +63,36 @@ class Running:
 
     Attributes:
         step: that ran last; None before the first.
-        modes, values: see `Host`.
+        modes, planned, settled, values: see `Host`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        backend: Backend,
-        counters: Counters,
+        captures: Captures,
         planned: Collection[str],
         note: Callable[[str], None],
         drop_unselected: Callable[[], None],
-        batch_dim: BatchDim = 0,
-        fullgraph: bool = False,
         parts: bool = False,
-        supplier: Supplier | None = None,
-        loss_alone: bool = False,
-        turn: Turn | None = None,
-        long_to_eager: bool = True,
+        fullgraph: bool = False,
+        supply: Supply | None = None,
     ) -> None:
         """Set up; nothing is compiled before the first call.
 
         Args:
+            captures: of the model; who calls holds their lock, which backwards that run a step again take themselves.
             parts: the model is not one graph.
-            supplier: of what passes have graphs take and return beside the model's own values.
-            loss_alone: outputs beside the loss are not kept.
-            long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
-            turn: whose lock the caller holds in every call; backwards that run a step again take it themselves.
+            supply: of what passes have graphs take and return beside the model's own values.
         """
+        model = captures.model
         self.model = model
-        self.backend = backend
-        self.counters = counters
-        self.batch_dim = batch_dim
-        self.fullgraph = fullgraph
+        self.captures = captures
+        self._fullgraph = fullgraph
         self.note = note
         self.drop_unselected = drop_unselected
         self.step: RegionStep | None = None
         self.modes: Sequence[Any] = ()
-        self.values = Values(supplier)
-        self._planned = frozenset(planned)
+        self.values = Values(supply)
+        self.planned = frozenset(planned)
         self._frozen = frozen_names(model)
         self._compiled: BoundedCache[Hashable, Callable[..., Any]] = BoundedCache(PLANS)
         self._steps: BoundedCache[Hashable, RegionStep] = BoundedCache(PLANS)
@@ -103,19 +103,18 @@ class Running:
         self._configs = caching_configs(model)
         self._broken = parts
         self._breaks = graph_breaks()
-        self._loss_alone = loss_alone
-        self._watches = not (parts or loss_alone)
+        self._loss_alone = captures.loss_alone
+        self._watches = not (parts or captures.loss_alone)
         self._returned: tuple[Any, Sequence[Any], Ran] | None = None
         self._positions: Sequence[int] = ()
         self._calls = 0
         self._run_last: tuple[Plan | None, frozenset[int] | None, Callable[..., Any]] = (None, None, model)
         self._sized: tuple[Any, int, Any] = (None, 0, None)
-        self._settings = Settings(model, long_to_eager, whole=bool(planned) and not parts)
+        self._settings = Settings(model, captures.long_to_eager, whole=bool(planned) and not parts)
         self.settled = False
         self._draws: bool | None = None
         self._asked: frozenset[int] | None = None
         self._name = f"step_of_model_{next(_models)}"
-        self._turn = turn or Turn()
         self._differentiated = None if parts else frozenset({0})
 
     def __call__(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,7 +162,7 @@ class Running:
 
     def again(self, plan: Plan, wanted: frozenset[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a step whose leaves at some positions are differentiated; later steps are prepared for those, too."""
-        with self._turn.lock:
+        with self.captures.lock:
             output, _ = self._run(plan, wanted, args, kwargs)
             self._returned = None
             self._asked = self._differentiated = wanted if self._asked is None else self._asked | wanted
@@ -173,7 +172,7 @@ class Running:
         self, plan: Plan, differentiated: frozenset[int] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ran | None:
         """What the step would read if it ran as before; None where that is unknown."""
-        with self._turn.lock:
+        with self.captures.lock:
             self._run(plan, differentiated, args, kwargs)
             returned, self._returned = self._returned, None
         return None if returned is None else returned[2]
@@ -210,9 +209,9 @@ class Running:
                 self._call = ((), {})
                 raise
         self.settled, self._ran, self._returned, self._breaks = False, [], None, graph_breaks()
-        symbolic = symbolic_batch(args, kwargs, self.batch_dim) if plan.samples else contextlib.nullcontext()
+        batch = batch_of(args, kwargs, self.captures.batch_dim)[:2] if plan.samples else ((), ())  # so rows of samples are known
         try:
-            with TRACING, self._settings, symbolic, self._prepared():
+            with TRACING, self._settings, symbolic_dims(*batch), self._prepared():
                 found = run(*args, **kwargs)
                 return found
         except Exception as error:
@@ -224,13 +223,22 @@ class Running:
             self._call = ((), {})
 
     def _compiled_for(self, plan: Plan, differentiated: frozenset[int] | None) -> Callable[..., Any]:
-        """What runs the model under a plan."""
         key = (plan.key, differentiated)
-        run = self._compiled.get(key)
-        if run is None:
-            with TRACING, self._settings:
-                run = self._compiled.put(key, self._under(plan, differentiated))
-        return run
+        known = self._compiled.get(key)
+        if known is not None:
+            return known
+        model, alone = self.model, self._loss_alone
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = model(*args, **kwargs)
+            if alone:
+                return loss_alone(output)
+            return (output, ()) if differentiated is None else with_backward(output, differentiated)
+
+        backend = "aot_eager" if plan.measures else self.captures.backend  # it runs once in many
+        own, planned = with_own_code(call, self._name), PlanBackend(plan, weakref.ref(self), backend)  # type: ignore[arg-type]
+        with TRACING, self._settings:
+            return self._compiled.put(key, compiled_by(own, planned, self._fullgraph))
 
     def _for_batch(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
         """`Plan.for_batch`, the same object as long as it is the same."""
@@ -254,26 +262,13 @@ class Running:
                 finally:
                     self.modes = ()
 
-    def _under(self, plan: Plan, differentiated: frozenset[int] | None) -> Callable[..., Any]:
-        model, alone = self.model, self._loss_alone
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            output = model(*args, **kwargs)
-            if alone:
-                return loss_alone(output)
-            return (output, ()) if differentiated is None else with_backward(output, differentiated)
-
-        backend = "aot_eager" if plan.measures else self.backend  # it runs once in many
-        own = with_own_code(call, self._name)
-        return compiled_by(own, PlanBackend(plan, weakref.ref(self), backend), self.fullgraph)  # type: ignore[arg-type]
-
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
         self._broken = self._broken or graph_breaks() != self._breaks
         if not self._ran:
             self.note(_UNCOMPILED)
         seen = {p.name for region in self._ran for p in region.region.parameters}
-        missing = self._planned.intersection(n for n, p in self.model.named_parameters() if p.requires_grad) - seen
+        missing = self.planned.intersection(n for n, p in self.model.named_parameters() if p.requires_grad) - seen
         if plan.train is not None and (self._broken or not missing <= plan.train):
             self._watched = [weakref.ref(p) for p in self.model.parameters()]
             self.drop_unselected()
@@ -304,17 +299,13 @@ class Running:
         """See `tensor_names`."""
         return tensor_names(self.model)
 
-    def planned(self) -> Collection[str]:
-        """Parameters that the plans know of."""
-        return self._planned
-
     def batch_size(self) -> int:
         """Of the call under way; 1 where it has none."""
-        return batch_size(*self._call, self.batch_dim)
+        return batch_of(*self._call, self.captures.batch_dim)[2]
 
     def batch_dims(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Which dimension of each value is the batch; None for what is none of the call's tensors."""
-        tensors, dims, _ = batch_of(*self._call, self.batch_dim)
+        tensors, dims, _ = batch_of(*self._call, self.captures.batch_dim)
         found = dict(zip(map(id, tensors), dims, strict=True))
         return [found.get(id(value)) for value in values]
 
@@ -326,9 +317,10 @@ class Running:
 
     def compiled(self, region: CompiledRegion) -> None:
         """Count."""
-        self.counters.compilations += 1
-        self.counters.compile_seconds += region.compile_seconds
-        self.counters.rewrite_seconds += region.rewrite_seconds
+        counters = self.captures.counters
+        counters.compilations += 1
+        counters.compile_seconds += region.compile_seconds
+        counters.rewrite_seconds += region.rewrite_seconds
 
     @property
     def begun(self) -> bool:
@@ -346,5 +338,5 @@ class Running:
     def ran(self, region: CompiledRegion) -> None:
         """Note that a region runs in the step under way."""
         self._ran.append(region)
-        if not region.gated and self.values.supplier is not None:
-            self.values.supplier.finish()
+        if not region.gated and self.values.supply is not None:
+            self.values.supply.finish()

@@ -8,7 +8,7 @@ value where it is first read, and an added result becomes a node that passes its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import SymInt, Tensor, fx
@@ -18,36 +18,23 @@ from graphopt.errors import PassError
 from graphopt.graph import TrainingGraph, descendants
 from graphopt.ops.host_callback import new_receiver
 
+if TYPE_CHECKING:
+    from graphopt.runtime.supply import Supply
+
 OWN = ("parameter", "buffer", "input", "tangent")
 """Kinds of inputs that a graph has before passes see it."""
-
-
-class Supplier(Protocol):
-    """Where the values of a model's steps come from, and go to."""
-
-    def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
-        """The value of an added input, on the device of `like`."""
-        ...
-
-    def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
-        """The gradient of an added input, or a slot's value; the tensor is the taker's own."""
-        ...
-
-    def finish(self) -> None:
-        """A graph is about to run whose weights are read without a gate: do what is still to be done to them."""
-        ...
 
 
 class Values:
     """What the graphs of one model exchange with Python while they run.
 
     Attributes:
-        supplier: supplies values and takes them; None before there is one.
+        supply: supplies values and takes them; None where passes have added nothing.
         numbers: by which graphs reach it.
     """
 
-    def __init__(self, supplier: Supplier | None = None) -> None:
-        self.supplier = supplier
+    def __init__(self, supply: Supply | None = None) -> None:
+        self.supply = supply
         self.numbers = new_receiver(self._fetch), new_receiver(self._deliver)
         self._known: dict[str, InputDesc | OutputDesc] = {}
 
@@ -56,13 +43,13 @@ class Values:
 
     def _fetch(self, what: str, like: Tensor, size: Sequence[int]) -> Tensor:
         desc = self._known[what]
-        assert self.supplier is not None
+        assert self.supply is not None
         assert isinstance(desc, InputDesc)
-        return self.supplier.supply(desc, size, like)
+        return self.supply.supply(desc, size, like)
 
     def _deliver(self, what: str, value: Tensor) -> None:
-        assert self.supplier is not None
-        self.supplier.take(self._known[what], value)
+        assert self.supply is not None
+        self.supply.take(self._known[what], value)
 
     def connect(self, graph: TrainingGraph, num_outputs: int) -> None:
         """Have a graph take and return, in place, what it did before passes added inputs and results; see the module.

@@ -7,7 +7,7 @@ has its graphs compiled. So every graph keeps to the budget, where `optimize` pl
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -152,11 +152,8 @@ class _Host(Host):
     """Of a graph that is planned by itself."""
 
     def __init__(self, region: Region) -> None:
-        self.region = region
+        self.planned = region.trainable
         self.values = Values()
-
-    def planned(self) -> Collection[str]:
-        return self.region.trainable
 
     def drop_unselected(self) -> None:
         """The graph is compiled as torch.compile has it, and trains everything."""

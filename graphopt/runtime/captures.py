@@ -7,6 +7,7 @@ sampled, a new batch size is a substitution into a captured graph. The cache evi
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from graphopt.lower import Backend
 from graphopt.planner.plan import Plan
 from graphopt.planner.product_times import adopt_times, are_times, float32_precision, used_times
 from graphopt.runtime.bounded_cache import BoundedCache
-from graphopt.runtime.counters import Counters
 from graphopt.runtime.plain_values import from_plain
 from graphopt.runtime.uniforms import Uniforms
 from graphopt.transforms.symbolic_zeros import as_differentiated, without_other_outputs
@@ -36,50 +36,61 @@ CAPTURE_LIMIT = 8
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class Counters:
+    """How often the caches of an optimised model had to do work; for reports and tests."""
+
+    captures: int = 0
+    compilations: int = 0
+    capture_seconds: float = 0.0
+    compile_seconds: float = 0.0
+    rewrite_seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class _CapturesState:
     uniforms: Any
     product_times: dict[str, dict[str, float]]
 
 
+@dataclass(eq=False)
 class Captures:
     """Finds or makes the captured graph for a call of `model`.
 
     Attributes:
+        model, batch_dim, backend: see `graphopt.optimize`.
+        symbolic: graphs hold for any batch size.
+        rank: of this process among those that train the model: each has draws of its own.
+        loss_alone: graphs return the loss, and no other output.
+        own_loss: the loss that is trained by is the model's first output, if that is a scalar.
         several_graphs: the model is not one graph.
         long_to_eager: see `graphopt.compat.recurrent.left_to_eager_mode`.
+        lock: is held while a step runs: one thread at a time.
     """
 
-    several_graphs = False
-    long_to_eager = False
+    model: nn.Module
+    batch_dim: BatchDim
+    backend: Backend
+    symbolic: bool = False
+    rank: int = 0
+    loss_alone: bool = False
+    own_loss: bool = True
+    several_graphs: bool = False
+    long_to_eager: bool = False
 
-    def __init__(
-        self, model: nn.Module, batch_dim: BatchDim, backend: Backend, symbolic: bool = False, rank: int = 0,
-        loss_alone: bool = False, own_loss: bool = True,
-    ) -> None:  # fmt: skip
-        """Set up.
-
-        Args:
-            model, batch_dim, backend: see `graphopt.optimize`.
-            symbolic: graphs hold for any batch size.
-            rank: of this process among those that train the model: each has draws of its own.
-            loss_alone: graphs return the loss, and no other output.
-            own_loss: the loss that is trained by is the model's first output, if that is a scalar.
-        """
-        self.model = model
-        self.batch_dim = batch_dim
-        self.backend = backend
-        self.symbolic = symbolic
-        self.loss_alone = loss_alone
-        self.own_loss = own_loss
+    def __post_init__(self) -> None:
         self.counters = Counters()
-        self.uniforms = Uniforms(rank)
+        self.uniforms = Uniforms(self.rank)
         self._graphs: BoundedCache[Any, TrainingGraph] = BoundedCache(CAPTURE_LIMIT)
         self._numbers: tuple[Any, ...] = ()
+        self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without graphs, which are captured again, and compiled code."""
-        return {**self.__dict__, "_graphs": BoundedCache(CAPTURE_LIMIT)}
+        """Without graphs, which are captured again, compiled code, and the lock, of which a copy has its own."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_graphs", "lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _graphs=BoundedCache(CAPTURE_LIMIT), lock=threading.RLock())
 
     def graph(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TrainingGraph:
         """The joint graph for this call, traced if it is new."""
@@ -89,7 +100,7 @@ class Captures:
         """The graph of this call as planning takes it: of several graphs all as one, which takes a run of the model."""
         if self.several_graphs:
             with TRACING:
-                return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager).graph
+                return record(self.model, args, kwargs, self.batch_dim, "it is not one graph", self.long_to_eager)[0]
         if self._numbers != _numbers(self.model):
             self._graphs = BoundedCache(CAPTURE_LIMIT)
         return self.graph(args, kwargs)
@@ -121,11 +132,7 @@ class Captures:
         return restore
 
     def captured(self, inputs: FlatInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, TrainingGraph]:
-        """What the graph of this call depends on, and the graph, traced if it is new.
-
-        Args:
-            inputs: `args` and `kwargs`, flat.
-        """
+        """What the graph of this call depends on, and the graph, traced if it is new; `inputs` are `args` and `kwargs`, flat."""
         dims = batch_dims_of(inputs, self.batch_dim)
         batch_size = batch_size_of(inputs, dims)
         signature = self.signature(inputs, dims)

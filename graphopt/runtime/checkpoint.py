@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -32,10 +32,9 @@ from graphopt.planner.selection import Selection
 from graphopt.runtime.load_optimizer import load_optimizer
 from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.state_file import OtherVersion, holds, read_state, write_state
-from graphopt.runtime.stateful import Stateful
 
-Parts = Mapping[str, Stateful]
-"""Everything with a state, by name: the states of techniques by theirs."""
+if TYPE_CHECKING:
+    from graphopt.runtime.planned_module import PlannedModule
 
 Names = Mapping[int, str]
 """Names of parameters, and of what optimizers step in their place, by `id`."""
@@ -73,11 +72,7 @@ class _OptimizerState:
 
 @dataclass(frozen=True)
 class _State:
-    """A checkpoint.
-
-    Attributes:
-        plan: None: of a model that ran as it is.
-    """
+    """A checkpoint; one without a plan is of a model that ran as it is."""
 
     versions: dict[str, str]
     parameters: dict[str, tuple[int, ...]]
@@ -88,11 +83,9 @@ class _State:
 
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
+    opt: PlannedModule,
     plan: Plan | None,
-    parts: Parts,
     optimizer: torch.optim.Optimizer | None,
-    names: Names,
     kept: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint; see `OptimizedModule.save_state`.
@@ -102,13 +95,13 @@ def save(
         kept: what `held` returned, all of which but the optimizer's state stays as it is.
     """
     require_optimizer(optimizer)
-    held = {name: part.snapshot() for name, part in parts.items()}
+    held = {name: part.snapshot() for name, part in opt._parts().items()}
     state = _State(
         versions={"graphopt": graphopt.__version__, "torch": torch.__version__},
-        parameters=_shapes(model),
+        parameters=_shapes(opt._graphopt_model),
         plan=None if plan is None else _plan_state(plan),
         parts=held,
-        optimizer=None if optimizer is None else _optimizer_state(optimizer, names, held),
+        optimizer=None if optimizer is None else _optimizer_state(optimizer, opt._names(), held),
     )
     tree = to_plain(state)
     write_state(path, tree if kept is None else {**kept, "optimizer": tree["optimizer"]})
@@ -132,12 +125,7 @@ def held(path: str | os.PathLike[str], model: nn.Module) -> dict[str, Any] | Non
 
 
 def prepare(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    plan: Plan | None,
-    parts: Parts,
-    optimizer: torch.optim.Optimizer | None,
-    names: Names,
+    path: str | os.PathLike[str], opt: PlannedModule, plan: Plan | None, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Plan | None, Callable[[], None], Callable[[], None]]:
     """Read a checkpoint and check it; see `OptimizedModule.load_state`. Nothing is changed yet.
 
@@ -152,7 +140,8 @@ def prepare(
     tree = read_state(path)
     with _refused(path):
         saved = from_plain(_State, tree, "the state")
-        _check_model(saved.parameters, _shapes(model))
+        _check_model(saved.parameters, _shapes(opt._graphopt_model))
+        parts = opt._parts()
         after = None if plan is None or saved.plan is None else _prepared_plan(saved.plan, plan, saved.parameters)
         if (plan is None) != (saved.plan is None):
             parts = {}
@@ -160,7 +149,7 @@ def prepare(
             different = ", ".join(sorted(set(saved.parts) ^ set(parts)))
             raise InputError(f"only one of the checkpoint and this model has {different}: use the same passes and budget.")
         steps = [part.prepare(saved.parts[name]) for name, part in parts.items()]
-        state = None if optimizer is None else _checked_optimizer(saved, optimizer, names)
+        state = None if optimizer is None else _checked_optimizer(saved, optimizer, opt._names())
 
     def load() -> None:
         if optimizer is not None and state is not None:

@@ -14,23 +14,16 @@ from graphopt.runtime.plain_values import from_plain, to_plain
 from graphopt.runtime.reselection import Reselection
 
 
-@dataclass(frozen=True)
-class Count:
-    """The state of an `Every`."""
+@dataclass(eq=False)
+class Every:
+    """Counts steps and says when `every` have passed; raises `InputError` unless that is at least 1."""
 
     every: int
-    steps: int
+    steps: int = 0
 
-
-class Every:
-    """Counts steps and says when so many have passed."""
-
-    def __init__(self, every: int) -> None:
-        """Set up a count; raises `InputError` unless `every` is at least 1 step."""
-        if every < 1:
-            raise InputError(f"every={every} must be at least 1 step.")
-        self.every = every
-        self.steps = 0
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise InputError(f"every={self.every} must be at least 1 step.")
 
     def after_step(self, count: int = 1) -> bool:
         """Count a step, or several; whether the last of `every` is among them."""
@@ -44,11 +37,11 @@ class Every:
 
     def snapshot(self) -> Any:
         """See `Stateful`."""
-        return to_plain(Count(self.every, self.steps))
+        return to_plain(self)
 
     def prepare(self, snapshot: Any) -> Callable[[], None]:
         """See `Stateful`."""
-        saved = from_plain(Count, snapshot, "a controller's count")
+        saved = from_plain(Every, snapshot, "a controller's count")
         if saved.every != self.every:
             raise InputError(f"it was saved with a controller of every={saved.every}, and this model's has every={self.every}.")
         if saved.steps < 0:

@@ -28,7 +28,6 @@ from graphopt.report.plan import StepClock, summarise
 from graphopt.report.summary import Report
 from graphopt.runtime import checkpoint
 from graphopt.runtime.captures import Captures
-from graphopt.runtime.counters import Counters
 from graphopt.runtime.load_optimizer import put_back
 from graphopt.runtime.module import OptimizedModule
 from graphopt.runtime.reselection import Reselection
@@ -62,11 +61,9 @@ class DisabledModule(OptimizedModule):
             compiles: the model runs as torch.compile has it, for want of anything that could be planned.
             ranks: that train the model together.
         """
-        captures = Captures(model, None, backend)
+        captures = Captures(model, None, backend, long_to_eager=True)
         super().__init__(model, captures, None, Plan(budget, ()), loss, ranks=ranks)  # type: ignore[arg-type]
-        self.__dict__["_reason"] = reason
-        self.__dict__["_compiles"] = compiles
-        self.__dict__["_kept"] = None
+        self.__dict__.update(_reason=reason, _compiles=compiles, _kept=None)
         self.start_techniques()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,10 +74,7 @@ class DisabledModule(OptimizedModule):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._running is None:
-            backend, note = self.captures.backend, self._fallback.note
-            self.__dict__["_running"] = Running(
-                self._graphopt_model, backend, Counters(), (), note, lambda: None, turn=self._turn
-            )
+            self.__dict__["_running"] = Running(self.captures, (), self._fallback.note, lambda: None)
         return self._fallback.compiled_or_not(self, self._running, self.plan, args, kwargs)[0]
 
     @property
@@ -109,7 +103,7 @@ class DisabledModule(OptimizedModule):
         kept = self._kept
         if kept is None and (kept := checkpoint.held(path, self._graphopt_model)) is not None:
             self.note(f"{path} holds a plan that was not loaded: it stays there, with the optimizer's state of this run")
-        checkpoint.save(path, self._graphopt_model, None, self._parts(), optimizer, self._names(), kept)
+        checkpoint.save(path, self, None, optimizer, kept)
 
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Load the optimizer's state. A plan is kept as it is, for `save_state`; its budget and passes are not compared.
@@ -117,7 +111,7 @@ class DisabledModule(OptimizedModule):
         Args, Raises:
             See `OptimizedModule.load_state`.
         """
-        prepare = functools.partial(checkpoint.prepare, path, self._graphopt_model, None, self._parts(), optimizer, self._names())
+        prepare = functools.partial(checkpoint.prepare, path, self, None, optimizer)
         _, load, restore = self.ranks.together(prepare, "loading a state")
         kept = checkpoint.held(path, self._graphopt_model)
         with put_back(optimizer):

@@ -40,7 +40,6 @@ from graphopt.runtime.planned_module import PlannedModule
 from graphopt.runtime.reselection import Reselection, select_anew
 from graphopt.runtime.stateful import Controllers
 from graphopt.runtime.supply import Supply
-from graphopt.runtime.turn import Turn
 from graphopt.transforms.symbolic_zeros import planned_names
 
 
@@ -70,7 +69,7 @@ class OptimizedModule(PlannedModule):
         self.__dict__.update(
             plan=plan, ranks=ranks or Ranks.alone(), states={}, controllers=Controllers(), captures=captures, last_step=None,
             loss_given=loss, _graph=graph, _profile=None, _running=None, _fullgraph=fullgraph, _select_seconds=select_seconds,
-            _fallback=Fallback(model), _wrapping=Wrapping(), _turn=Turn(), _clock=StepClock(), _memory=MemoryWatch(),
+            _fallback=Fallback(model), _wrapping=Wrapping(), _clock=StepClock(), _memory=MemoryWatch(),
         )  # fmt: skip
 
     def start_techniques(self) -> None:
@@ -95,7 +94,7 @@ class OptimizedModule(PlannedModule):
         return _left_out(self._in_turn, args, kwargs) if torch.compiler.is_compiling() else self._in_turn(args, kwargs)
 
     def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._turn.lock:
+        with self.captures.lock:
             return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,19 +143,13 @@ class OptimizedModule(PlannedModule):
                 self._drop_gradients(planned_names(self._graph) - self.selected)
             me, fallback = weakref.ref(self), self._fallback  # what runs a model must not keep alive who has it run
             self.__dict__["_running"] = Running(
-                self._graphopt_model,
-                self.captures.backend,
-                self.counters,
+                self.captures,
                 planned_names(self._graph),
                 fallback.note,
                 lambda: fallback.drop_unselected(me()),
-                self.captures.batch_dim,
-                self._fullgraph,
                 self.captures.several_graphs or is_sharded(self._graphopt_model),
+                self._fullgraph,
                 Supply(self.captures.uniforms, self.states),
-                self.captures.loss_alone,
-                self._turn,
-                self.captures.long_to_eager,
             )
         running: Running = self._running
         output, compiled = self._fallback.compiled_or_not(self, running, plan, args, kwargs)
@@ -243,7 +236,6 @@ class OptimizedModule(PlannedModule):
         return changed
 
     def _install(self, plan: Plan, graph: TrainingGraph | None, profile: FlopProfile | None) -> None:
-        """Put a plan in force."""
         before = self.selected
         known, planned = ({p.name for p in g.parameters} if g is not None else set() for g in (self._graph, graph))
         self.__dict__.update(plan=plan, _graph=graph, _profile=profile, last_step=None)
@@ -279,7 +271,7 @@ class OptimizedModule(PlannedModule):
 
         for state in self.states.values():
             state.synchronize()
-        checkpoint.save(path, self._graphopt_model, self.plan, self._parts(), optimizer, self._names())
+        checkpoint.save(path, self, self.plan, optimizer)
 
     def load_state(self, path: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Go on from what `save_state` wrote, in a model that was optimised with the same passes and budget; on every rank.
@@ -295,8 +287,7 @@ class OptimizedModule(PlannedModule):
         """
         from graphopt.runtime import checkpoint
 
-        model, parts = self._graphopt_model, self._parts()
-        prepare = functools.partial(checkpoint.prepare, path, model, self.plan, parts, optimizer, self._names())
+        prepare = functools.partial(checkpoint.prepare, path, self, self.plan, optimizer)
         plan, load, restore = self.ranks.together(prepare, "loading a state")
         if plan is None:
             self.note(f"{path} holds no plan, as graphopt was off or unable when it was saved: the plan of optimize() stays")

@@ -18,8 +18,7 @@ from graphopt.loss import LossFunction
 from graphopt.passes.state import State
 from graphopt.planner.plan import Plan
 from graphopt.report.summary import Report
-from graphopt.runtime.captures import Captures
-from graphopt.runtime.counters import Counters
+from graphopt.runtime.captures import Captures, Counters
 from graphopt.runtime.shared_module import SharedModule
 from graphopt.runtime.stateful import Controllers, Stateful
 from graphopt.transforms.symbolic_zeros import planned_names

@@ -116,7 +116,6 @@ def _without_selection(
 
 
 def _limit(opt: OptimizedModule, call: Call) -> FlopsLimit:
-    """The limit for such a batch."""
     graph = _captured(opt, call)
     return FlopsLimit(opt.plan, graph, opt.flops if graph is opt.graph else flop_profile(graph))
 
@@ -152,7 +151,6 @@ def _better(
 
 
 def _captured(opt: OptimizedModule, call: Call) -> TrainingGraph:
-    """The joint graph for such a batch."""
     if opt.captures.several_graphs and _none_frozen_since(opt):
         return opt.graph  # recording takes a run of the model
     return opt.captures.planned_on(*call)

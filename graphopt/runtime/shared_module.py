@@ -43,7 +43,6 @@ class Forward:
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
-    """A module before it has a state."""
     return kind.__new__(kind)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,20 +13,20 @@ from graphopt.passes.state import State
 from graphopt.runtime.uniforms import Uniforms
 
 
+@dataclass(eq=False)
 class Supply:
-    """The `Supplier` of an optimised model's steps.
+    """Where the values of a model's steps come from, and go to.
 
     Attributes:
         uniforms: of inputs of kind "random".
         states: of techniques, by their names; each knows its own inputs and results.
     """
 
-    def __init__(self, uniforms: Uniforms, states: Mapping[str, State]) -> None:
-        self.uniforms = uniforms
-        self.states = states
+    uniforms: Uniforms
+    states: Mapping[str, State]
 
     def supply(self, desc: InputDesc, size: Sequence[int], like: Tensor) -> Tensor:
-        """See `Supplier`."""
+        """The value of an added input, on the device of `like`."""
         if desc.kind == "random":
             return self.uniforms.draw(desc.target, size[0], like.device)
         for state in self.states.values():
@@ -35,12 +36,12 @@ class Supply:
         raise _nobody(desc)
 
     def take(self, desc: InputDesc | OutputDesc, value: Tensor) -> None:
-        """See `Supplier`."""
+        """The gradient of an added input, or a slot's value; the tensor is the taker's own."""
         if not any(state.take(desc, value) for state in self.states.values()):
             raise _nobody(desc)
 
     def finish(self) -> None:
-        """See `Supplier`."""
+        """A graph is about to run whose weights are read without a gate: do what is still to be done to them."""
         for state in self.states.values():
             state.synchronize()
 

@@ -35,11 +35,7 @@ def insert_node(
     kwargs: dict[str, Any] | None = None,
     inherited: tuple[str, ...] = ORIGIN,
 ) -> fx.Node:
-    """A new node just before `anchor`, with its shape and with some of `anchor`'s metadata.
-
-    Args:
-        inherited: names of metadata that it takes from `anchor`.
-    """
+    """A new node just before `anchor`, with its shape and with the metadata of `anchor` that is `inherited`."""
     with graph.inserting_before(anchor):
         node = graph.call_function(target, args, kwargs or {})
     node.meta = {k: anchor.meta[k] for k in inherited if k in anchor.meta}

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from graphopt.analysis.flop_formulas import node_flops
 from graphopt.analysis.row_rules import SUMS
 from graphopt.compat import OutputDesc, expression, graph_module, output_list, pytree
+from graphopt.compat.graph_modules import copied
 from graphopt.errors import LossNotFirst, PassError
 from graphopt.graph import TrainingGraph, remove_dead_nodes
 
@@ -36,13 +37,9 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str], tangents
         absent: names of tangent placeholders; the copy does not take them. Saved tensors all stay, read or not.
         tangents: names of all.
     """
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(backward.graph, mapping)
-    result = graph.output(output)
-    result.meta = dict(backward.graph.output_node().meta)
+    graph = copied(backward.graph)
     module = graph_module(backward, graph)
-    carrying = {mapping[node] for node in backward.graph.nodes if node.op == "placeholder" and node.name in tangents}
+    carrying = {node for node in graph.find_nodes(op="placeholder") if node.name in tangents}
     gone = {node for node in carrying if node.name in absent}
     for node in list(graph.nodes):
         reads = [n for n in node.all_input_nodes if n in carrying]
@@ -59,7 +56,7 @@ def without_tangents(backward: fx.GraphModule, absent: Collection[str], tangents
         else:
             for term in missing:
                 node.replace_input_with(term, _zeros(graph, term, node, gone))
-    result.args = (tuple(None if node in gone else node for node in output_list(module)),)
+    graph.output_node().args = (tuple(None if node in gone else node for node in output_list(module)),)
     remove_dead_nodes(module)
     for node in reversed(graph.nodes):  # its inputs, and what writes to somewhere else
         if node in gone:
