@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphopt.compat.fsdp import is_sharded, without_hooks
 from graphopt.compat.graph_modules import lazy_graph_modules
@@ -36,8 +37,9 @@ no_autocast = torch._C._DisableAutocast
 
 
 def new_fake_mode() -> Any:
-    """A mode in which tensors have shapes and dtypes but no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    """A mode in which tensors have shapes and dtypes but no memory; sizes that depend on data stay an error."""
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)  # loops ask for one
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True)
 
 
 def failures_raised_alone() -> contextlib.AbstractContextManager[Any]:

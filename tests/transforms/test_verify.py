@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 
 import graphopt
 from graphopt import PassError, TorchVersionError
@@ -11,6 +12,7 @@ from graphopt.compat import require_supported_torch
 from graphopt.specialise import specialise
 from graphopt.transforms.verify import verify
 from tests import zoo
+from tests.messages import warnings_of
 
 
 def mlp_graph():  # type: ignore[no-untyped-def]
@@ -91,6 +93,36 @@ def test_numbers_that_are_read_off_tensors() -> None:
             if name in opt.selected:
                 torch.testing.assert_close(model.get_parameter(name).grad, p.grad)
         torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()))
+
+
+class Loop(nn.Module):
+    """Features that a loop of the graph makes, without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.ReLU())), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            _, x = while_loop(lambda i, _: i < 3, lambda i, h: (i + 1, h * 0.5 + 0.1), (torch.tensor(0), x))
+        return nn.functional.cross_entropy(self.layers(x), labels)
+
+
+@pytest.mark.parametrize("limit", ["flops", "memory"])
+def test_a_loop_in_the_graph_is_rewritten_with_the_rest(limit: str) -> None:
+    """Nothing around it was rewritten, and the budget was exceeded with a warning: torch traces loops with sizes that vary."""
+    torch.manual_seed(0)
+    model, batch = Loop(), (torch.randn(6, 8), torch.randint(0, 3, (6,)))
+    eager, peak = copy.deepcopy(model), graphopt.analyze(model, batch, backend="aot_eager").memory.peak_bytes
+    budget = graphopt.Budget(flops=0.7) if limit == "flops" else graphopt.Budget(memory=int(0.95 * peak))
+    with warnings_of() as warned:
+        opt = graphopt.optimize(model, batch, budget, backend="aot_eager")
+        opt(*batch).backward()
+    assert not warned
+    assert opt.last_step is not None
+    eager(*batch).backward()
+    for name, p in eager.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, p.grad if name in opt.selected else None)
 
 
 def test_specialised_graphs_are_static_and_have_the_batch() -> None:
