@@ -287,7 +287,8 @@ class Running:
             self._check_all_planned(plan)
             if ran:
                 step = self._steps.put(ran, RegionStep(plan, ran, deque(maxlen=32), self._broken))
-                if self._frozen.issuperset(frozen_names(self.model)):  # else full training takes less, and the step no more
+                final = self._returned is None or self.captures.own_loss  # else loss= may differentiate more outputs
+                if final and self._frozen.issuperset(frozen_names(self.model)):  # else full training takes less
                     step.tell_of_flops(self.note)
         elif self._watched and [id(known()) for known in self._watched] != list(map(id, self.model.parameters())):
             self._check_all_planned(plan)  # others are in the place of what loses its gradients
