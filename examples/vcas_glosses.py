@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,33 +104,28 @@ def fine_tune(args: argparse.Namespace, kind: str, seed: int, data: tuple[Glosse
     else:
         step = chosen_step(model, args.backend, args.keep, kind == "ub", seed)
         saved = 1 - (1 + 3 * args.keep) / 3  # a forward for scores; forward and backward, three times its FLOPs, of the part
-    losses, curve, seconds, busy, compiling = [], [], 0.0, 0.0, 0.0
+    losses, curve, steps, seconds, busy, compiling = [], [], [], 0.0, 0.0, 0.0
     task = bar.add_task(f"{kind} seed {seed}", total=args.steps)
     for i in range(1, args.steps + 1):
         batch = next(batches)
-        start, own = time.perf_counter(), processor_seconds()
+        start, own, begun = time.perf_counter(), processor_seconds(), time.process_time()
         loss = step(batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        steps.append(time.process_time() - begun)
         if controller is not None:
             controller.after_step(batch)
-        seconds, busy = seconds + time.perf_counter() - start, busy + processor_seconds() - own
+        seconds += time.perf_counter() - start
+        busy += processor_seconds() - own
         compiling = compiling or seconds
         losses.append(loss.item())
         if i % args.evaluate == 0 or i == args.steps:
             curve.append((i, evaluate(model, validation.tensors)[0]))
         bar.advance(task)
-    result = {
-        "run": kind,
-        "seed": seed,
-        "losses": losses,
-        "accuracy": curve,
-        "seconds": seconds,
-        "flops_saved": saved,
-        "busy": busy,
-    }
+    result = {"run": kind, "seed": seed, "losses": losses, "accuracy": curve, "seconds": seconds, "flops_saved": saved}
+    result |= {"steps": steps, "busy": busy}
     result["compiling"] = compiling
     result["final_loss"] = mean_loss(model, validation)
     if controller is not None and opt is not None:
@@ -202,7 +198,7 @@ def main() -> None:
     console, results = Console(), run_every(args, fine_tune, parts_of_speech() if args.parts_of_speech else None)
     plot(results, args.out / "curves.png")
     table = Table(title="WordNet glosses, MiniLM-L6")
-    for column in ("run", "seed", "accuracy", "validation loss", "FLOPs saved", "wall-clock s", "processor s", "compiling"):
+    for column in ("run", "seed", "accuracy", "loss", "FLOPs saved", "seconds", "CPU seconds", "compiling"):
         table.add_column(column, justify="left" if column == "run" else "right")
     for r in results:
         accuracy_text, saved = f"{r['accuracy'][-1][1]:.1%}", f"{r['flops_saved']:.1%}"
@@ -210,7 +206,11 @@ def main() -> None:
         table.add_row(r["run"], str(r["seed"]), accuracy_text, f"{r['final_loss']:.3f}", saved, *seconds)
     console.print(table)
     for r in results:
+        console.print(f"{r['run']} seed {r['seed']}: median step {statistics.median(r['steps']):.3f} CPU seconds")
+        before = 0
         for a in r.get("adaptations", []):
+            step, before = statistics.median(r["steps"][before : a["step"]]), a["step"]
+            console.print(f"median step until {a['step']}: {step:.3f} CPU seconds")
             console.print(
                 f"step {a['step']}: s {a['preserved']:.2f}, variance added: rows {a['rows_variance']:.4f}, terms "
                 f"{a['tokens_variance']:.4f}; FLOPs of a step {a['flops_ratio']:.1%}"
