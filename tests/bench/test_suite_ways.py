@@ -32,12 +32,12 @@ def check_flops(way: str, prepared: Prepared, batch: dict[str, torch.Tensor]) ->
         assert p.grad is None
     if way in ("LoRA", "DoRA", "reordered LoRA"):
         assert found > 0
-    elif way in ("exact", "lsp", "GaLore", "APOLLO", "checkpointing"):
+    elif way in ("exact", "GaLore", "APOLLO", "checkpointing"):
         whole = counted_flops(zoo.make("bert", 4, layers=1)[0], batch)
         assert found == pytest.approx(whole * (4 / 3 if way == "checkpointing" else 1), rel=0.1)
     else:
         whole = counted_flops(zoo.make("bert", 4, layers=1 if way in WHOLE else 2)[0], batch)
-        assert 0.3 * whole < found < (1.5 if way == "memory=0.5" else 1.0) * whole
+        assert 0.3 * whole < found <= (1.5 if way == "memory=0.5" else 1.0) * whole
 
 
 def start(way: str) -> tuple[nn.Module, dict[str, torch.Tensor], float, float]:
