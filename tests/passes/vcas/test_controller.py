@@ -109,6 +109,18 @@ def test_a_checkpoint_leaves_out_a_batch_that_it_cannot_hold_and_the_calibration
     assert controller.after_step(fifth) is not None
 
 
+def test_a_checkpoint_keeps_when_the_calibration_after_one_in_vain_comes_and_the_batches_that_it_needs(tmp_path: Path) -> None:
+    _, controller, opt = trained(0.5, 3, every=8)
+    assert controller is not None
+    controller._sooner_in = 1
+    opt.save_state(tmp_path / "state")
+    controller._sooner_in, controller._recent = 0, []
+    opt.load_state(tmp_path / "state")
+    fourth, fifth = batches(5)[3:]
+    assert controller.after_step(fourth) is not None
+    assert controller.after_step(fifth) is None
+
+
 def test_until_the_first_calibration_training_is_exact() -> None:
     exact, _, _ = trained(None, 4)
     ours, controller, _ = trained(0.2, 4)
