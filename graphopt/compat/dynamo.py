@@ -71,8 +71,10 @@ _NEVER_CHANGE = (
     "__import_torch_dot_utils_dot__pytree",
     "__import__('torch').utils._pytree",
     "__import_torch_dot__dynamo_dot_polyfills",
+    "graphopt_finish",
+    "G['__builtins_dict__",
 )
-"""Modules of graphopt and torch whose functions nobody replaces; Dynamo would look at each in every call."""
+"""What nobody replaces, of graphopt, torch and Python; Dynamo would look at each function of it in every call."""
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:

@@ -58,6 +58,15 @@ def unasked(output: Tensor) -> Tensor:
     return _Unasked.apply(output) if is_traced(output) else output
 
 
+def finishing(expected: frozenset[int] | None) -> Callable[[Any], tuple[Any, tuple[int, ...]]]:
+    """`with_backward` for these leaves, as a function that Dynamo traces; None: all of them have a backward."""
+
+    def finish(output: Any) -> tuple[Any, tuple[int, ...]]:
+        return (output, ()) if expected is None else with_backward(output, expected)
+
+    return finish
+
+
 def with_backward(output: Any, expected: frozenset[int]) -> tuple[Any, tuple[int, ...]]:
     """Within what Dynamo traces: the output, without a backward for the leaves that are not `expected`, and their positions.
 

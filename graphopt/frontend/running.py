@@ -31,7 +31,7 @@ from graphopt.frontend.batch import batch_of
 from graphopt.frontend.before import Before
 from graphopt.frontend.compiled_region import CompiledRegion, Ran, Surroundings
 from graphopt.frontend.loss_only import loss_alone, not_kept
-from graphopt.frontend.outputs import with_backward
+from graphopt.frontend.outputs import finishing
 from graphopt.frontend.region import frozen_names, tensor_names
 from graphopt.frontend.rerun import Rerun
 from graphopt.frontend.step import RegionStep
@@ -63,6 +63,7 @@ class Running:
 
     Attributes:
         step: that ran last; None before the first.
+        started: when the last call began, by `time.perf_counter()`.
         modes, planned, settled, values: see `Host`.
     """
 
@@ -90,6 +91,7 @@ class Running:
         self.note = note
         self.drop_unselected = drop_unselected
         self.step: RegionStep | None = None
+        self.started = 0.0
         self.modes: Sequence[Any] = ()
         self.values = Values(supply)
         self.planned = frozenset(planned)
@@ -102,7 +104,7 @@ class Running:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._configs = caching_configs(model)
         self._broken = parts
-        self._breaks = graph_breaks()
+        self._breaks: int | None = None  # before the call under way; None where it compiles nothing
         self._loss_alone = captures.loss_alone
         self._watches = not (parts or captures.loss_alone)
         self._returned: tuple[Any, Sequence[Any], Ran] | None = None
@@ -125,7 +127,7 @@ class Running:
         """
         if plan.samples:
             plan = self._for_batch(plan, args, kwargs)
-        start = time.perf_counter()
+        self.started = start = time.perf_counter()
         before: Before | None = None
         if self._watches:
             first, self._calls = self._calls < FIRST_CALLS, self._calls + 1
@@ -193,7 +195,7 @@ class Running:
         if plan is not last or differentiated is not differentiated_last:
             run = self._compiled_for(plan, differentiated)
             self._run_last = (plan, differentiated, run)
-        self._ran, self._returned, self._breaks, self._call = [], None, graph_breaks(), (args, kwargs)
+        self._ran, self._returned, self._breaks, self._call = [], None, None, (args, kwargs)
         found: tuple[Any, Any]
         try:
             if self.settled and not compat.is_observed():
@@ -227,13 +229,10 @@ class Running:
         known = self._compiled.get(key)
         if known is not None:
             return known
-        model, alone = self.model, self._loss_alone
+        model, graphopt_finish = self.model, loss_alone if self._loss_alone else finishing(differentiated)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            output = model(*args, **kwargs)
-            if alone:
-                return loss_alone(output)
-            return (output, ()) if differentiated is None else with_backward(output, differentiated)
+            return graphopt_finish(model(*args, **kwargs))  # by this name Dynamo leaves out guards: see `compiled_by`
 
         backend = "aot_eager" if plan.measures else self.captures.backend  # it runs once in many
         own, planned = with_own_code(call, self._name), PlanBackend(plan, weakref.ref(self), backend)  # type: ignore[arg-type]
@@ -264,7 +263,7 @@ class Running:
 
     def _check_all_planned(self, plan: Plan) -> None:
         """See that what ran was compiled: what Dynamo has left to eager mode must not train tensors that are not selected."""
-        self._broken = self._broken or graph_breaks() != self._breaks
+        self._broken = self._broken or self._breaks not in (None, graph_breaks())
         if not self._ran:
             self.note(_UNCOMPILED)
         seen = {p.name for region in self._ran for p in region.region.parameters}
@@ -281,7 +280,9 @@ class Running:
 
     def _as_step(self, plan: Plan) -> RegionStep | None:
         """What has just run, the same object for the same regions, of which each is of one plan; None if nothing was compiled."""
-        ran = tuple(self._ran)
+        ran, last = tuple(self._ran), self._last
+        if last is not None and len(ran) == 1 == len(last.regions) and ran[0] is last.regions[0] and not self._watched:
+            return last
         step = self._steps.get(ran) if ran else None
         if step is None:
             self._check_all_planned(plan)

@@ -38,7 +38,8 @@ REPLACED = (
 TRANSFORMED = "the model was called inside a transform of torch.func (grad, vmap ...), where the model itself, uncompiled, runs"
 
 
-_IN_FORCE: WeakKeyDictionary[nn.Module, weakref.ref[Fallback]] = WeakKeyDictionary()
+_IN_FORCE: WeakKeyDictionary[nn.Module, list[object]] = WeakKeyDictionary()
+"""Of each model, in a list of one: by what the `Fallback` is known that is in force."""
 
 
 class Fallback:
@@ -55,25 +56,30 @@ class Fallback:
         self.model_runs = 0
         self._failures: Counter[Hashable] = Counter()
         self._hooks: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._known_by = object()
+        self._in_force = _IN_FORCE.setdefault(model, [None])
 
     @property
     def in_force(self) -> bool:
         """Whether gradients of tensors that are not selected are dropped: of a model's plans, by the one that ran last."""
-        found = _IN_FORCE.get(self.model)
-        return found is not None and found() is self
+        return self._in_force[0] is self._known_by
 
     def put_in_force(self) -> None:
         """Have this plan, and no other, say which gradients are dropped."""
-        _IN_FORCE[self.model] = weakref.ref(self)
+        self._in_force[0] = self._known_by
 
     def rest(self) -> None:
         """Let all gradients through, until it is put in force again."""
         if self.in_force:
-            del _IN_FORCE[self.model]
+            self._in_force[0] = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without hooks, which copies of parameters do not have; what failed here is tried there."""
-        return {**self.__dict__, "_hooks": {}, "_failures": Counter()}
+        return {"model": self.model, "notes": self.notes, "model_runs": self.model_runs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["model"])  # type: ignore[misc]
+        self.__dict__.update(state)
 
     def compiled_or_not(
         self, opt: OptimizedModule, running: Running, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]

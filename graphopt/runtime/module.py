@@ -89,20 +89,23 @@ class OptimizedModule(PlannedModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's forward: same arguments, same structure of the result. Found through `Forward`."""
-        if not torch.is_grad_enabled() or torch.compiler.is_exporting():
+        if not torch.is_grad_enabled():
             return self._graphopt_model(*args, **kwargs)
-        return _left_out(self._in_turn, args, kwargs) if torch.compiler.is_compiling() else self._in_turn(args, kwargs)
-
-    def _in_turn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.captures.lock:
-            return self._step(args, kwargs)
+        if torch.compiler.is_compiling():
+            return self._graphopt_model(*args, **kwargs) if torch.compiler.is_exporting() else _left_out(self._step, args, kwargs)
+        return self._step(args, kwargs)
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A training step's forward, with what techniques do before and after it."""
+        with self.captures.lock:
+            self._fallback.put_in_force()
+            self._wrapping.check(self)
+            if not self.states or compat.in_function_transform():  # whose batches are no steps
+                return self._planned_step(self.plan, args, kwargs)
+            return self._step_with(self.states.values(), args, kwargs)
+
+    def _step_with(self, states: Collection[State], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         plan = self.plan
-        states = () if compat.in_function_transform() else self.states.values()  # a transform's batches are no steps
-        self._fallback.put_in_force()
-        self.check_wrapping()
         for state in states:
             plan = state.before_forward(plan, self._graphopt_model, args, kwargs)
         before = self._fallback.model_runs
@@ -163,7 +166,7 @@ class OptimizedModule(PlannedModule):
                 self.note(told)
         if not plan.measures:
             self.__dict__["last_step"] = running.step
-        self._clock.tick(running.step)
+        self._clock.tick(running.step, running.started)
         return output
 
     def make_optimizer(self, make: MakeOptimizer, params: Any = None, **options: Any) -> torch.optim.Optimizer:
