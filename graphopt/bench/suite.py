@@ -255,20 +255,21 @@ def show(results: dict[str, Any], console: Console) -> None:
     """Print a table per task, the best way first."""
     rows = results["rows"]
     for task in dict.fromkeys(row["task"] for row in rows):
-        columns = ("", "accuracy", "held out", "loss", "seeds", "rate", "steps", "s/step", "GFLOPs", "MB", "reached", "compiling")
+        columns = ("", "accuracy", "loss", "seeds", "rate", "steps", "s/step", "GFLOPs", "MB", "reached")
         cells = map(_cells, sorted((r for r in rows if r["task"] == task), key=lambda r: -r["accuracy"]))
         console.print(table(columns, cells, title=task, padding=0))
     console.print(
-        f"torch {results['torch']}; GFLOPs, MB: of a step; reached: part of exact training's time after which its last accuracy "
-        f"was reached, and with compiling on both sides; *: the learning rate is not yet tuned; runs: {results['runs']}"
+        f"torch {results['torch']}; accuracy: on rows that were tuned on | held out; GFLOPs, MB: of a step; reached: part of "
+        "exact training's time after which its last accuracy was reached | with compiling on both sides; *: the learning rate is "
+        f"not yet tuned; runs: {results['runs']}"
     )
 
 
 def _cells(row: Result) -> tuple[object, ...]:
+    reached = None if row["reached"] is None else f"{row['reached']:.2f} | {row['reached_with_compiling']:.2f}"
     return (
-        row["way"], f"{row['accuracy']:.1%}", f"{row['held_out']:.1%}", f"{row['loss']:.3f}",
+        row["way"], f"{100 * row['accuracy']:.1f} | {row['held_out']:.1%}", f"{row['loss']:.3f}",
         str(row["seeds"]) + ("" if row["tuned"] else " *"), f"{row['rate']:.2g}", row["steps"],
         f"{row['seconds_per_step']:.3f}", None if row["step_flops"] is None else f"{row['step_flops'] / 1e9:.2f}",
-        f"{row['peak_bytes'] / 1e6:.0f}",
-        *(None if row[key] is None else f"{row[key]:.2f}" for key in ("reached", "reached_with_compiling")),
+        f"{row['peak_bytes'] / 1e6:.0f}", reached,
     )  # fmt: skip

@@ -102,7 +102,7 @@ def test_the_table_and_the_picture_hold_all_ways(tmp_path: Path) -> None:
     suite.show({"torch": "2", "rows": rows, "runs": "runs.jsonl"}, Console(file=out, width=80))
     text = out.getvalue()
     assert text.index("auto") < text.index("exact")  # the best first
-    assert "80.0%" in text
+    assert "80.0 | " in text
     assert "…" not in text  # it fits a terminal
     uncounted = [{k: v for k, v in run.items() if k != "step_flops"} for run in tuned("exact")]  # as they were kept before
     (row,) = compare(replace(SETTINGS, ways=("exact",)), uncounted, RATES, STEPS)
