@@ -25,6 +25,7 @@ def test_the_trainer_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     both = results(work_trainer_killed.work, folders[1], False, True)
     alone = results(work_trainer_killed.work, folders[2], False, True, size=1)
     weights, selected, losses = whole[0]
+    assert 0 < len(selected) < len(weights)
     for again, others, since in (*both, *alone):
         assert others == selected
         assert sorted(step for step in since if step >= work_trainer_killed.DIES_AT) == [3, 4]

@@ -10,13 +10,21 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graphopt
-from tests.distributed.work_trainer import Rows, bert
+from tests.integrations.trainer_runs import classifier, points
 
 STEPS, DIES_AT, JOINT = 4, 3, 8
 """Optimizer steps, in which a rank is killed, and samples of all ranks together."""
+
+
+def model() -> nn.Module:
+    """With a buffer, which DistributedDataParallel sends before every forward."""
+    made = classifier(dropout=0.0)
+    made.register_buffer("sent", torch.zeros(1))
+    return made
 
 
 class Killed(transformers.TrainerCallback):
@@ -40,14 +48,14 @@ def work(rank: int, folder: str, kills: bool = False, resumes: bool = False) -> 
         here = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         os.environ |= {**here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     mesh = init_device_mesh("cpu", (size,)) if size > 1 else None
-    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.2), backend="aot_eager", mesh=mesh)
+    callback = graphopt.TrainerCallback(graphopt.Budget(flops=0.7), backend="aot_eager", mesh=mesh)
     arguments = transformers.TrainingArguments(
         output_dir=folder, max_steps=STEPS, per_device_train_batch_size=JOINT // size, learning_rate=1e-2, logging_steps=1,
         save_strategy="steps", save_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
         average_tokens_across_devices=False,  # which multiplies the loss of a model that does not divide it
     )  # fmt: skip
     callbacks = [callback, Killed()] if kills and rank else [callback]
-    trainer = transformers.Trainer(bert(), arguments, train_dataset=Rows(), callbacks=callbacks)
+    trainer = transformers.Trainer(model(), arguments, train_dataset=points(64), callbacks=callbacks)
     start = time.monotonic()
     try:
         trainer.train(resume_from_checkpoint=resumes)
