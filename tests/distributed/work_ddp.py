@@ -35,9 +35,9 @@ class Layers(nn.Module):
         return nn.functional.cross_entropy(logits, labels), logits
 
 
-def model() -> Layers:
+def model(depth: int = 6) -> Layers:
     torch.manual_seed(0)
-    return Layers()
+    return Layers(depth)
 
 
 def joint_batch(seed: int = 1) -> tuple[Tensor, Tensor]:

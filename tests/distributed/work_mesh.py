@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import graphopt
-from tests.distributed.work_ddp import BUDGET, PUBLISHED, Layers, error_of, gradients, model, own_batch
+from tests.distributed import work_ddp
+from tests.distributed.work_ddp import BUDGET, PUBLISHED, Layers, error_of, gradients, own_batch
 
 
 class Counting(TorchDispatchMode):
@@ -46,6 +47,10 @@ class Sequences(nn.Module):
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         return nn.functional.cross_entropy(self.head(hidden.mean(1)), labels)
+
+
+def model(depth: int = 3) -> Layers:
+    return work_ddp.model(depth)
 
 
 def used(of: nn.Module) -> nn.Module:
@@ -269,14 +274,14 @@ def refuses(rank: int, mesh: Any, batch: Any, found: dict[str, Any]) -> None:
     found["group, too"] = error_of(lambda: optimised(mesh, batch, group=dist.new_group([0, 1])))
     found["two dimensions"] = error_of(lambda: optimised(init_device_mesh("cpu", (2, 1)), batch))
     torch.manual_seed(rank)
-    found["other weights"] = error_of(lambda: optimised(mesh, batch, of=used(Layers())))
+    found["other weights"] = error_of(lambda: optimised(mesh, batch, of=used(Layers(3))))
     found["offload"] = error_of(lambda: optimised(mesh, batch, passes=[Lsp(subspace=8, nonzeros=2, schedule="layerwise")]))
     opt = optimised(mesh, batch, BUDGET)
     other = dataclasses.replace(opt.plan, train=frozenset(sorted(opt.selected)[rank:]))
     found["mismatch"] = error_of(lambda: opt.adopt(other))
 
 
-def stack(width: int = 64, depth: int = 4) -> nn.Module:
+def stack(width: int = 64, depth: int = 2) -> nn.Module:
     """Linear layers of one width without biases."""
     torch.manual_seed(0)
     return nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width, bias=False), nn.GELU())))
@@ -297,10 +302,10 @@ def compiled(rank: int) -> dict[str, Any]:
     """The same with Inductor."""
     mesh, found = init_device_mesh("cpu", (2,)), {}
     batch = own_batch(rank)
-    plain = DistributedDataParallel(used(model()))
+    plain = DistributedDataParallel(used(model(2)))
     loss_of(plain(*batch)).backward()
     found["ddp"] = bare(plain)
-    opt = optimised(mesh, batch, BUDGET, backend="inductor")
+    opt = optimised(mesh, batch, BUDGET, of=used(model(2)), backend="inductor")
     found["selected"] = step(opt, batch), sorted(opt.selected), opt.report.communication.bytes
     found["again"] = step(opt, batch)
 
