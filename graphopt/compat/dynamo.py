@@ -20,6 +20,7 @@ from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import calculate_time_spent, counters
 from torch.utils._python_dispatch import _disable_current_modes
 
+from graphopt.compat.distributed import active_ddp
 from graphopt.compat.joint import intermediates_that_require_grad, messages_given_once
 from graphopt.compat.recurrent import left_to_eager_mode
 
@@ -100,14 +101,11 @@ class Settings:
             "allow_unspec_int_on_nn_module": True,
             "suppress_errors": False,  # errors tell what is to be compiled, and reach the caller as graphopt's own
         }
-        if torch._dynamo.config.optimize_ddp is True:
-            self.wanted["optimize_ddp"] = False
         if any(isinstance(module, nn.RNNBase) for module in model.modules()):
             self.wanted["allow_rnn"] = True
         if not _isolates():
             self.wanted["recompile_limit"] = COMPILATIONS
-        self.before: list[dict[str, Any]] = []
-        self.patched: list[contextlib.ExitStack] = []
+        self.entered: list[tuple[list[contextlib.AbstractContextManager[Any]], dict[str, Any]]] = []
 
     @property
     def always(self) -> bool:
@@ -115,19 +113,26 @@ class Settings:
         return "allow_rnn" in self.wanted or torch._dynamo.config.suppress_errors
 
     def __enter__(self) -> None:
-        self.patched.append(contextlib.ExitStack())
-        self.patched[-1].enter_context(intermediates_that_require_grad(self.whole))
-        self.patched[-1].enter_context(messages_given_once())
-        if "allow_rnn" in self.wanted:
-            self.patched[-1].enter_context(left_to_eager_mode(self.long))
         config = torch._dynamo.config
-        self.before.append({name: getattr(config, name) for name in self.wanted})
-        for name, value in self.wanted.items():
-            setattr(config, name, value)
+        before: dict[str, Any] = {}
+        replaced = [intermediates_that_require_grad(self.whole), messages_given_once()]
+        if "allow_rnn" in self.wanted:
+            replaced.append(left_to_eager_mode(self.long))
+        self.entered.append((replaced, before))
+        for each in replaced:
+            each.__enter__()
+        buckets = active_ddp() is not None and config.optimize_ddp is True
+        for name, value in (self.wanted | {"optimize_ddp": False} if buckets else self.wanted).items():
+            known = getattr(config, name)
+            if known != value:  # to set one takes longer than to read it
+                before[name] = known
+                setattr(config, name, value)
 
     def __exit__(self, *error: object) -> None:
-        self.patched.pop().close()
-        for name, value in self.before.pop().items():
+        replaced, before = self.entered.pop()
+        for each in reversed(replaced):
+            each.__exit__(*error)
+        for name, value in before.items():
             setattr(torch._dynamo.config, name, value)
 
 

@@ -36,6 +36,7 @@ from graphopt.compat.effects import take_tokens_out
 from graphopt.compat.graph_modules import lazy_graph_modules
 from graphopt.compat.handed_out import results_handed_out
 from graphopt.compat.recurrent import REASON, open_recurrent_layers
+from graphopt.compat.replaced import Replaced
 from graphopt.errors import CaptureError
 
 
@@ -127,7 +128,7 @@ def messages_given_once() -> contextlib.AbstractContextManager[Any]:
         method(*(a.as_python_constant() for a in told), **{key: a.as_python_constant() for key, a in named.items()})
         return ConstantVariable.create(None)
 
-    return mock.patch.object(LoggingLoggerVariable, "call_method", call_method)
+    return Replaced(LoggingLoggerVariable, "call_method", call_method)
 
 
 def annotated_by_this_thread() -> contextlib.AbstractContextManager[Any]:
@@ -177,7 +178,7 @@ def intermediates_that_require_grad(whole: bool) -> contextlib.AbstractContextMa
                 made = {result.as_proxy().node for result in results}
                 check(graph, [v for v in returned if isinstance(v, TensorVariable) and v.as_proxy().node in made], tx)
 
-        return mock.patch.object(OutputGraph, "_check_requires_grad_intermediate_outputs", checked)
+        return Replaced(OutputGraph, "_check_requires_grad_intermediate_outputs", checked)
     if not whole:
         return contextlib.nullcontext()
     traced = TensorVariable.method_requires_grad_
@@ -186,7 +187,7 @@ def intermediates_that_require_grad(whole: bool) -> contextlib.AbstractContextMa
         wanted = requires_grad is True or requires_grad.as_python_constant()
         return self if wanted and not self.source else traced(self, tx, requires_grad)
 
-    return mock.patch.object(TensorVariable, "method_requires_grad_", passed_over)
+    return Replaced(TensorVariable, "method_requires_grad_", passed_over)
 
 
 def _is_whole_model(graph: Any) -> bool:
