@@ -227,6 +227,9 @@ def _reached(runs: Sequence[Result], goals: Mapping[int, Result], compiling: boo
     return statistics.fmean(parts)
 
 
+_EMPHASISED = {way: {"linewidth": 2.5, "color": "black", "linestyle": line} for way, line in (("exact", "-"), ("auto", "--"))}
+
+
 def plot(task: str, rows: Sequence[Result], path: Path) -> None:
     """Accuracy over the seconds of training, and over FLOPs where all runs have these; means over seeds, as a PNG."""
     from matplotlib.figure import Figure
@@ -237,7 +240,7 @@ def plot(task: str, rows: Sequence[Result], path: Path) -> None:
     axes = figure.subplots(1, 2 if counted else 1, squeeze=False, sharey=True)[0]
     for row in rows:
         points = list(zip(*row["curves"], strict=False))
-        style = {"linewidth": 2.5 if row["way"] in ("exact", "auto") else 1, "label": row["way"]}
+        style = {"label": row["way"], "linewidth": 1, **_EMPHASISED.get(row["way"], {})}
         accuracy = [statistics.fmean(p["accuracy"] for p in at) for at in points]
         axes[0].plot([statistics.fmean(p["seconds"] for p in at) for at in points], accuracy, **style)
         if counted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.utils import calculate_time_spent, counters
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphopt.compat.distributed import active_ddp
@@ -73,9 +75,8 @@ _NEVER_CHANGE = (
     "__import__('torch').utils._pytree",
     "__import_torch_dot__dynamo_dot_polyfills",
     "graphopt_finish",
-    "G['__builtins_dict__",
 )
-"""What nobody replaces, of graphopt, torch and Python; Dynamo would look at each function of it in every call."""
+"""Functions of graphopt and torch that nobody replaces; Dynamo would look at each in every call."""
 
 
 def _needed(guards: Sequence[Any]) -> list[bool]:
@@ -105,6 +106,7 @@ class Settings:
             self.wanted["allow_rnn"] = True
         if not _isolates():
             self.wanted["recompile_limit"] = COMPILATIONS
+        self.buckets = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self.entered: list[tuple[list[contextlib.AbstractContextManager[Any]], dict[str, Any]]] = []
 
     @property
@@ -121,7 +123,7 @@ class Settings:
         self.entered.append((replaced, before))
         for each in replaced:
             each.__enter__()
-        buckets = active_ddp() is not None and config.optimize_ddp is True
+        buckets = (self.buckets or active_ddp() is not None) and config.optimize_ddp is True
         for name, value in (self.wanted | {"optimize_ddp": False} if buckets else self.wanted).items():
             known = getattr(config, name)
             if known != value:  # to set one takes longer than to read it
@@ -164,9 +166,32 @@ def is_traced_elsewhere(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "symbolically trace a dynamo-optimized function" in str(error)
 
 
+class _Expected(threading.local):
+    error: type[Exception] | None = None
+
+
+_expected = _Expected()
+
+
+def nothing_compiles(error: type[Exception] | None) -> None:
+    """From now on, have this thread raise an error where Dynamo compiles something; None: it compiles what comes.
+
+    It is raised before any of the code runs, even where that begins with a graph break, of which no backend is told.
+    """
+    _expected.error = error
+
+
+def _refuse_if_nothing_compiles(code: types.CodeType, new_code: types.CodeType) -> None:
+    if _expected.error is not None:
+        raise _expected.error
+
+
+convert_frame.register_bytecode_hook(_refuse_if_nothing_compiles)
+
+
 def cause_of(error: BaseException) -> BaseException:
-    """What a backend has raised, where Dynamo has wrapped it."""
-    inner = getattr(error, "inner_exception", None)
+    """What a backend, or `nothing_compiles`, has raised, where Dynamo has wrapped it."""
+    inner = error.__context__ if isinstance(error, exc.InternalTorchDynamoError) else getattr(error, "inner_exception", None)
     return cause_of(inner) if isinstance(inner, BaseException) else error
 
 

@@ -22,6 +22,7 @@ from graphopt.compat.dynamo import (
     compiled_by,
     graph_breaks,
     is_traced_elsewhere,
+    nothing_compiles,
     symbolic_dims,
     with_own_code,
 )
@@ -63,7 +64,6 @@ class Running:
 
     Attributes:
         step: that ran last; None before the first.
-        started: when the last call began, by `time.perf_counter()`.
         modes, planned, settled, values: see `Host`.
     """
 
@@ -91,7 +91,6 @@ class Running:
         self.note = note
         self.drop_unselected = drop_unselected
         self.step: RegionStep | None = None
-        self.started = 0.0
         self.modes: Sequence[Any] = ()
         self.values = Values(supply)
         self.planned = frozenset(planned)
@@ -127,7 +126,7 @@ class Running:
         """
         if plan.samples:
             plan = self._for_batch(plan, args, kwargs)
-        self.started = start = time.perf_counter()
+        start = time.perf_counter()
         before: Before | None = None
         if self._watches:
             first, self._calls = self._calls < FIRST_CALLS, self._calls + 1
@@ -199,6 +198,7 @@ class Running:
         found: tuple[Any, Any]
         try:
             if self.settled and not compat.is_observed():
+                nothing_compiles(Unsettled)
                 if not self._configs:
                     found = run(*args, **kwargs)
                 else:
@@ -210,6 +210,8 @@ class Running:
             if not (isinstance(cause_of(error), Unsettled) or is_traced_elsewhere(error)):
                 self._call = ((), {})
                 raise
+        finally:
+            nothing_compiles(None)
         self.settled, self._ran, self._returned, self._breaks = False, [], None, graph_breaks()
         batch = batch_of(args, kwargs, self.captures.batch_dim)[:2] if plan.samples else ((), ())  # so rows of samples are known
         try:

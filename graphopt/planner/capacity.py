@@ -9,10 +9,11 @@ nothing and does harm: they count 0. Where the loss reads every row, as a langua
 a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
-("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of the half nearer to the input, with a gradient of
-6 times the median's or more: the loss is "steep at the input". There is much to be learned: large matrices pay, vectors learn too
-little, matrices of few rows count, and of equals the one nearer to the input is taken. Where the budget reaches that matrix,
-those with a gradient below half of the median's, often queries and keys, make room for it and its layer:
+("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of the half nearer to the input. With a gradient of 3
+times the median's or more, it is worth 20 of the others to a budget that reaches it. From 6 times on, the loss is "steep at the
+input". There is much to be learned: large matrices pay, vectors learn too little, matrices of few rows count, and of equals the
+one nearer to the input is taken. Where the budget reaches the steepest matrix, those with a gradient below half of the median's,
+often queries and keys, make room for it and its layer:
 
     value = (output layer: 10, else 1)
             x (vector: 1.2; matrix: 1, or 0 of few rows)                     where the loss reads few rows,
@@ -55,6 +56,7 @@ SIZE = 0.5  # power of a matrix's size, relative to the median's, where it count
 OUTPUT = 10.0  # how many times its value the output layer has
 FLAT = 0.5  # part of the median matrix's gradient; matrices with less count in proportion, where that makes room
 STEEP = 6.0  # how many times the median matrix's a gradient is that adds a matrix's value
+REACH = 3.0  # how many times the median matrix's the steepest gradient is, at the input, that a budget is to reach
 MOST = 20.0  # times that value at most: of untrained models a few gradients are thousands of times the median
 
 
@@ -84,17 +86,21 @@ def capacity(
     idle = set() if every else _with_few_rows(graph, profile, inner)
     norms = norms or {}
     found = [norms.get(name, 0.0) for name in inner]
-    unit = STEEP * statistics.median([norm for norm in found if norm > 0] or [math.inf])
-    steep = max(found[len(found) // 2 :], default=0.0) >= max(unit, *found, 0.0)  # one of those nearer to the input
+    middle = statistics.median([norm for norm in found if norm > 0] or [math.inf])
+    unit = STEEP * middle
+    deepest = max(found[len(found) // 2 :], default=0.0)  # of those nearer to the input
+    steep = deepest >= max(unit, *found, 0.0)
     vector = VECTOR_OF_STEEP if steep else VECTOR
     power = SIZE if sizes and (every or steep) else 0.0
     kinds = {name: vector if is_vector(shapes[name]) else (sizes.get(name, usual) / usual) ** power for name in profile.order}
     if steep:
         kinds = {name: value * (1 + DEEPER * k / len(kinds)) for k, (name, value) in enumerate(kinds.items())}
-    steepest = max(inner, key=lambda name: norms.get(name, 0.0)) if steep else ""
-    makes_room = steepest in reachable
+    wanted = deepest >= max(REACH * middle, *found, 0.0)
+    steepest = max(inner, key=lambda name: norms.get(name, 0.0)) if wanted else ""
+    in_reach = steepest in reachable
+    makes_room = steep and in_reach
     if makes_room:
-        enough = FLAT * unit / STEEP
+        enough = FLAT * middle
         kinds |= {name: kinds[name] * min((norms.get(name) or enough) / enough, 1.0) for name in sizes}
     values = {name: value * (OUTPUT if name in last else 1.0) for name, value in kinds.items()}
     size = f"(size / median)^{power:g}" if power else "1"
@@ -102,13 +108,15 @@ def capacity(
     if unit < math.inf:
         most = (MOST if steep else 1.0) ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
+        if in_reach:
+            values[steepest] = max(values[steepest], MOST)  # for its sake a budget reaches so far
         source += f", x gradient / {FLAT:g} of the median matrix's below that" if makes_room else ""
         source += f", plus (gradient / {STEEP:g} x the median matrix's)^6"
     if idle and not steep:
         values |= dict.fromkeys(idle, 0.0)
         source += ", matrices of few rows 0"
     largest = max(values.values(), default=1.0) or 1.0
-    missed = steepest if reachable and not makes_room else ""
+    missed = steepest if reachable and not in_reach else ""
     return Importance({name: value / largest for name, value in values.items()}, source, dict(norms), missed=missed)
 
 

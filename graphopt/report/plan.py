@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,12 +34,12 @@ class StepClock:
         """Without the step, which holds graphs and compiled code."""
         return {**self.__dict__, "_last": None}
 
-    def tick(self, step: Any, started: float) -> None:
-        """A forward of `step` has begun; where another ran before, or was compiled meanwhile, nothing is measured."""
-        last = self._last
-        if last is not None and last[0] is step:
-            self.seconds.append(started - last[1])
-        self._last = (step, started)
+    def tick(self, step: Any) -> None:
+        """A forward of `step` begins; where another ran before, or was compiled meanwhile, nothing is measured."""
+        now = time.perf_counter()
+        if self._last is not None and self._last[0] is step:
+            self.seconds.append(now - self._last[1])
+        self._last = (step, now)
 
 
 def median(seconds: Collection[float]) -> float | None:

@@ -166,7 +166,7 @@ class OptimizedModule(PlannedModule):
                 self.note(told)
         if not plan.measures:
             self.__dict__["last_step"] = running.step
-        self._clock.tick(running.step, running.started)
+        self._clock.tick(running.step)
         return output
 
     def make_optimizer(self, make: MakeOptimizer, params: Any = None, **options: Any) -> torch.optim.Optimizer:

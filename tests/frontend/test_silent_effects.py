@@ -272,3 +272,32 @@ def test_a_loss_on_masked_tokens_alone(budget: float | None) -> None:
         return ids, ids.masked_fill(generated(step + 50, 4, 8) < 0.5, -100)
 
     assert_steps_as_in_eager(Masked(), batch(9), lambda called, _, step: called(*batch(step)), budget)
+
+
+CALLS: list[int] = []
+
+
+@torch.compiler.disable
+def _counted(x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return x
+
+
+class BreaksLater(Two):
+    breaks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(_counted(x) if self.breaks else x)
+
+
+@BUDGETS
+def test_what_comes_before_the_first_graph_runs_once_when_it_appears_in_later_steps(budget: float | None) -> None:
+    model = BreaksLater()
+    opt = graphopt.optimize(model, X, budget, backend="aot_eager")
+    for _ in range(4):
+        opt(*X).backward()
+    model.breaks = True
+    for calls in (1, 2):
+        opt(*X).backward()
+        assert len(CALLS) == calls
+    CALLS.clear()

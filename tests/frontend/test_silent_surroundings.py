@@ -166,6 +166,22 @@ def test_a_list_outside_the_model() -> None:
 # Transforms of torch.
 
 
+class Scaled(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        return _scaled(super().forward(x))  # type: ignore[name-defined]  # noqa: F821
+
+
+def test_a_function_among_pythons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as gettext's `_`, or what a profiler puts there."""
+    torch.compile(abs, backend="eager")(torch.ones(1))  # Dynamo lists Python's own functions in its first trace
+    monkeypatch.setattr("builtins._scaled", lambda x: x, raising=False)
+    model = Scaled()
+    opt = graphopt.optimize(model, X, backend="aot_eager")
+    for scale in (1.0, 1.0, 1.0, 2.0):
+        monkeypatch.setattr("builtins._scaled", lambda x, scale=scale: scale * x)
+        assert opt(*X).item() == pytest.approx(model(*X).item())
+
+
 def test_forward_mode_is_refused_as_torch_compile_refuses_it() -> None:
     import torch.autograd.forward_ad as forward_ad
 

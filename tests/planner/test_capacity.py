@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.planner.capacity import VECTOR, VECTOR_OF_STEEP, capacity
+from graphopt.planner.capacity import MOST, REACH, STEEP, VECTOR, VECTOR_OF_STEEP, capacity
 from graphopt.planner.flops_limit import FlopsLimit, default_limit
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
@@ -181,8 +181,8 @@ def test_vectors_count_less_where_the_loss_is_steep_in_a_matrix_but_the_outputs(
     matrix, other = [n for n in dims if dims[n] == 2][:2]
     bias, another = [n for n in dims if dims[n] == 1][:2]
     even = {p.name: 1.0 for p in analysis.graph.parameters}
-    head_alone, at_the_input = {"classifier.weight": 7.0, bias: 7.0}, {matrix: 7.0}
-    for steep, vector in (({}, VECTOR), (head_alone, VECTOR), (at_the_input, VECTOR_OF_STEEP)):
+    head_alone, at_the_input = {"classifier.weight": 7.0, bias: 7.0}, {matrix: STEEP}
+    for steep, vector in (({}, VECTOR), (head_alone, VECTOR), ({matrix: 0.9 * STEEP}, VECTOR), (at_the_input, VECTOR_OF_STEEP)):
         values = capacity(analysis.graph, analysis.flops, norms={**even, **steep}).values
         assert values[another] / values[other] == pytest.approx(vector, rel=1e-3), steep
 
@@ -201,6 +201,20 @@ def test_matrices_with_small_gradients_make_room_for_a_steep_layer_that_the_budg
     values = capacity(analysis.graph, analysis.flops, norms=norms, reachable=reachable).values
     assert values[flat] / values[ordinary] == pytest.approx(share, rel=1e-3)
     assert values[unknown] / values[ordinary] == pytest.approx(1.0, rel=1e-3)
+
+
+def test_the_matrix_for_which_a_budget_reaches_the_input_is_worth_it() -> None:
+    model, inputs = zoo.make("vit")
+    analysis = graphopt.analyze(model, inputs)
+    assert isinstance(analysis.flops, FlopProfile)
+    names = [p.name for p in analysis.graph.parameters if ".layers.0." in p.name and len(p.shape) == 2]
+    even, others = {p.name: 1.0 for p in analysis.graph.parameters}, [p.name for p in analysis.graph.parameters][-1:]
+    for times, reachable, worth, missed in (
+        (REACH, even.keys(), MOST, ""), (REACH, others, 1.0, names[0]), (0.9 * REACH, even.keys(), 1.0, ""),
+    ):  # fmt: skip
+        found = capacity(analysis.graph, analysis.flops, norms={**even, names[0]: times}, reachable=reachable)
+        assert found.values[names[0]] / found.values[names[1]] == pytest.approx(worth, rel=0.02)
+        assert found.missed == missed
 
 
 @pytest.mark.parametrize("norms", [{}, {"first.weight": 0.0, "first.bias": 2.0}])
