@@ -341,6 +341,7 @@ class Running:
 
     def ran(self, region: CompiledRegion) -> None:
         """Note that a region runs in the step under way."""
+        nothing_compiles(None)  # an operator of the user's may have Dynamo compile its own Python
         self._ran.append(region)
         if not region.gated and self.values.supply is not None:
             self.values.supply.finish()

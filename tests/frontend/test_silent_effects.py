@@ -275,6 +275,36 @@ def test_a_loss_on_masked_tokens_alone(budget: float | None) -> None:
 
 
 CALLS: list[int] = []
+INSIDE: list[Any] = [torch.sin]
+
+
+@torch.library.custom_op("graphopt_tests::compiled_inside", mutates_args=())
+def _compiled_inside(x: Tensor) -> Tensor:
+    CALLS.append(1)
+    return torch.compile(lambda x: INSIDE[0](x), backend="eager")(x).clone()
+
+
+@_compiled_inside.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+_compiled_inside.register_autograd(lambda context, gradient: gradient)
+
+
+class CompilesInside(Two):
+    def between(self, hidden: Tensor) -> Tensor:
+        return _compiled_inside(hidden)
+
+
+def test_an_operator_that_has_python_of_its_own_compiled_runs_once_in_every_step() -> None:
+    opt = graphopt.optimize(CompilesInside(), X, backend="aot_eager")
+    for function in (torch.sin, torch.sin, torch.sin, torch.cos):
+        CALLS.clear()
+        INSIDE[0] = function
+        opt(*X).backward()
+    assert len(CALLS) == 1
+    CALLS.clear()
 
 
 @torch.compiler.disable
