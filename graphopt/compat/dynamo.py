@@ -22,7 +22,7 @@ from torch._dynamo.utils import calculate_time_spent, counters
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
-from graphopt.compat.distributed import active_ddp
+from graphopt.compat.distributed import active_ddp, whole_graphs
 from graphopt.compat.joint import intermediates_that_require_grad, messages_given_once
 from graphopt.compat.recurrent import left_to_eager_mode
 
@@ -106,7 +106,7 @@ class Settings:
             self.wanted["allow_rnn"] = True
         if not _isolates():
             self.wanted["recompile_limit"] = COMPILATIONS
-        self.buckets = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        self.has_parallel_part = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         self.entered: list[tuple[list[contextlib.AbstractContextManager[Any]], dict[str, Any]]] = []
 
     @property
@@ -120,11 +120,12 @@ class Settings:
         replaced = [intermediates_that_require_grad(self.whole), messages_given_once()]
         if "allow_rnn" in self.wanted:
             replaced.append(left_to_eager_mode(self.long))
+        if self.has_parallel_part or active_ddp() is not None:
+            replaced.append(whole_graphs())
         self.entered.append((replaced, before))
         for each in replaced:
             each.__enter__()
-        buckets = (self.buckets or active_ddp() is not None) and config.optimize_ddp is True
-        for name, value in (self.wanted | {"optimize_ddp": False} if buckets else self.wanted).items():
+        for name, value in self.wanted.items():
             known = getattr(config, name)
             if known != value:  # to set one takes longer than to read it
                 before[name] = known
