@@ -92,15 +92,18 @@ def hooks_for(plan: Plan, found: CompiledRegion, weak: Callable[[], Host], value
 def _rewritten(plan: Plan, graph: TrainingGraph, found: CompiledRegion, host: Host, trial: Mapping[str, Tensor]) -> TrainingGraph:
     """A region under the plan; without approximations, or with nothing but the cuts, where that fails."""
     if len(for_loss_alone(graph).inputs) < len(graph.inputs):
+        if plan.samples:
+            beside = "the step has gradients of outputs beside the loss (outputs='loss' leaves these out)"
+            host.note(f"the backward is not sampled: {beside}")
         for rewrite in plan.passes:
             plan = technique(rewrite).for_all_outputs(plan)
-    if plan.samples:
+    if plan.samples and not plan.not_separable:
         try:
-            reason = _unsampled(plan, graph, found.region, host.planned, trial)
+            reason = _inseparable(plan, graph, found.region, host.planned, trial)
         except Exception as error:
             reason = first_line(error)
         if reason:
-            host.note(f"the backward is not sampled: {reason}")
+            host.note(f"rows of the backward are not sampled: {reason}")
             plan = replace(plan, not_separable=reason)
     candidates = [plan]
     if any(p.preserves is not Preserves.EXACT for p in plan.passes):
@@ -139,14 +142,12 @@ def _own_code() -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def _unsampled(plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]) -> str:
+def _inseparable(plan: Plan, graph: TrainingGraph, region: Region, planned: Collection[str], trial: Mapping[str, Tensor]) -> str:
     """Why rows of a region's backward must not be left out; "" if they may.
 
     Args:
         trial: values of the placeholders, by position.
     """
-    if len(for_loss_alone(graph).inputs) < len(graph.inputs):
-        return "the step has gradients of outputs beside the loss (outputs='loss' leaves these out)"
     tensors = {name: trial[str(i)] for i, name in enumerate(region.names) if name is not None}
     inputs = [torch.empty(0) if name is not None else trial.get(str(i), torch.empty(0)) for i, name in enumerate(region.names)]
     with outside_tracing():

@@ -106,12 +106,12 @@ class Captures:
         return self.graph(args, kwargs)
 
     def not_separable(self, plan: Plan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Why the backward of this call cannot be sampled; "" if it can."""
+        """Why rows of this call's backward cannot be sampled; "" if they can."""
         inputs = flatten_call(args, kwargs)
         graph = self.captured(inputs, args, kwargs)[1]
         reason = plan.inseparable(plan.before_sampling().rewrite(graph)[0], tensors_of(self.model), inputs.tensors)
         if reason:
-            logger.warning("the backward is not sampled: %s", reason)
+            logger.warning("rows of the backward are not sampled: %s", reason)
         return reason
 
     def snapshot(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ from graphopt.passes.state import State
 from graphopt.passes.vcas.adaptation import Adaptation, ControllerState, Counts
 from graphopt.passes.vcas.calibration import Call, Measurement
 from graphopt.passes.vcas.measuring import MeasuringStep, measuring_step
-from graphopt.passes.vcas.ratios import Calibration, SampleRatios, corrected, proposed
+from graphopt.passes.vcas.ratios import LEVELS, Calibration, SampleRatios, corrected, keeps_as_much, proposed
 from graphopt.passes.vcas.rewrite import ROWS, TOKENS
-from graphopt.passes.vcas.technique import Ratios, SampleSizes, Vcas
+from graphopt.passes.vcas.technique import Ratios, SampleSizes, Vcas, terms_alone
 from torch import Tensor
 
 from graphopt.calls import as_call
@@ -164,9 +164,6 @@ class SamplingController(State):
             as for want of memory (`opt.report` says why): the ratios stay.
         """
         self.counts.steps += 1
-        if self.opt.plan.not_separable:
-            self.counts.spent += 1.0
-            return None
         self.counts.spent += self.opt.last_step.sampled_part if self.opt.last_step is not None else 1.0
         self._recent = [*self._recent, as_call(batch)][-self.rewrite.batches :]
         self._late = self.due.after_step() or self._sooner_in == 1 or self._late
@@ -178,6 +175,8 @@ class SamplingController(State):
             return None
         self._late = False
         try:
+            if self.opt.plan.not_separable and not self._terms_pay(batches[-1]):
+                return None
             with stage("calibrate"):
                 return self._calibrate(batches)
         except (InputError, RankError):
@@ -272,7 +271,7 @@ class SamplingController(State):
     def _adapt(self, step: MeasuringStep, batches: Sequence[Call]) -> tuple[Calibration, SampleRatios | None]:
         """Lower the ratios if their measured variance allows it; returns what was measured, and what is to be in force."""
         probe = step.probe
-        share = self.rewrite.rows_share
+        share = self.rewrite.rows_share if probe.parents else 0.0
         for_rows, for_terms = share * self.tolerance, (1 - share) * self.tolerance
         self._calibrations += 1
         measurement = Measurement(step, self.opt.tensors(), self.opt.loss_given, batches, self._calibrations)
@@ -308,6 +307,12 @@ class SamplingController(State):
         self._known = {(): 1.0} | {key: self._cost(key, call, step.batch_size) for key in compiled if key}
         self._measured = step.fingerprints
 
+    def _terms_pay(self, call: Call) -> bool:
+        """Whether leaving out most terms, and no rows, would be worth compiling."""
+        graph = self.opt.plan.before_sampling().rewrite(self.opt.captures.graph(*call))[0]
+        fewest = tuple((site, 1 / LEVELS) for site in sorted(terms_alone(graph)))
+        return bool(fewest) and 1 - self._cost(fewest, call, graph.batch_size) >= WORTH_COMPILING
+
     def _cost(self, key: Ratios, call: Call, batch_size: int) -> float:
         """FLOPs of the step with these ratios, as a part of the exact step's."""
         plan = self.opt.plan.decided(self.rewrite.name, SampleSizes(key, batch_size))
@@ -328,18 +333,13 @@ class SamplingController(State):
         key: Ratios = tuple(sorted((n, r) for n, r in wanted.items() if r < 1))
         if key not in self._known:
             flops = self._cost(key, call, batch_size)
-            allowed = {known: cost for known, cost in self._known.items() if _keeps_as_much(dict(known), wanted)}
+            allowed = {known: cost for known, cost in self._known.items() if keeps_as_much(dict(known), wanted)}
             cheapest = min(allowed, key=lambda known: allowed[known])
             if len(self._known) >= MOST_VARIANTS or allowed[cheapest] - flops < WORTH_COMPILING:
                 key = cheapest
             else:
                 self._known[key] = flops
         return key
-
-
-def _keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
-    """Whether a set of ratios keeps at least what is wanted everywhere."""
-    return all(known.get(name, 1.0) >= ratio for name, ratio in wanted.items())
 
 
 def _part(value: float, whole: float) -> float:

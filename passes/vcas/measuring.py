@@ -102,11 +102,11 @@ def measuring_step(
     inputs = flatten_call(args, kwargs)
     place, graph = captures.captured(inputs, args, kwargs)
     batch_size = batch_size_of(inputs, graph.batch_dims) or graph.batch_size
-    decided = (plan.key, batch_size, seed)
+    decided = (plan.key, batch_size, seed, bool(plan.not_separable))
     if last is not None and last.key == (place, decided):
         return last
     start = time.perf_counter()
-    probe = make_probe(plan.rewrite(graph, batch_size)[0], seed)
+    probe = make_probe(plan.rewrite(graph, batch_size)[0], seed, not plan.not_separable)
     measured = Measured()
     run = lower(specialise(probe.graph, batch_size), captures.backend, Supply(captures.uniforms, {"measured": measured}))
     captures.counters.compilations += 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from graphopt.passes.base import numbered
-from torch import fx
+from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
 from graphopt.graph import TrainingGraph, reached
@@ -18,6 +18,12 @@ _PASSED = frozenset({
     aten.add.Tensor, aten.clone.default, aten._to_copy.default, aten.mul.Tensor, aten.alias.default, aten.detach.default,
 })  # fmt: skip
 """What may stand between a product and the gradient of which it is a term."""
+
+_LINEAR = _PASSED | {
+    aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.sub.Tensor, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar,
+    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+}  # fmt: skip
+"""Operators that are linear in gradients, if no two of those are multiplied and none divides."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,25 @@ def find_weight_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
             if tokens is not None and node not in found:
                 found[node] = WeightProduct(numbered(name, (other.name for other in found.values())), node, tokens)
     return tuple(found[node] for node in graph.graph.nodes if node in found)
+
+
+def linear_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
+    """Those that go into gradients by linear operators alone: their terms may be left out where samples are not independent."""
+    cone = gradient_cone(graph)
+    return tuple(
+        p
+        for p in find_weight_products(graph)
+        if all(_is_linear(user, cone) for user in reached(p.node.users, lambda node: node.users))
+    )
+
+
+def _is_linear(node: fx.Node, cone: set[fx.Node]) -> bool:
+    if node.op == "output":
+        return True
+    gradients = [n in cone and isinstance(n.meta.get("val"), Tensor) for n in node.args if isinstance(n, fx.Node)]
+    multiplied = node.target is aten.mul.Tensor and gradients.count(True) > 1
+    divides = node.target is aten.div.Tensor and len(gradients) > 1 and gradients[1]
+    return node.target in _LINEAR and not multiplied and not divides
 
 
 def _tokens(graph: TrainingGraph, cone: set[fx.Node], node: fx.Node) -> int | None:

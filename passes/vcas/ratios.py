@@ -198,3 +198,8 @@ def _rows(state: SampleRatios, norms: Norms, preserved: float) -> dict[str, floa
 def bucket(ratio: float) -> float:
     """The smallest multiple of 1 / `LEVELS` that is not below `ratio`."""
     return min(1.0, max(1, math.ceil(ratio * LEVELS - 1e-9)) / LEVELS)
+
+
+def keeps_as_much(known: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
+    """Whether a set of ratios keeps at least what is wanted everywhere."""
+    return all(known.get(name, 1.0) >= ratio for name, ratio in wanted.items())

@@ -12,7 +12,7 @@ from graphopt.passes.state import State
 from graphopt.passes.technique import Planning, Section, Technique
 from graphopt.passes.vcas.boundaries import find_boundaries
 from graphopt.passes.vcas.independence import why_not_separable
-from graphopt.passes.vcas.products import find_weight_products
+from graphopt.passes.vcas.products import find_weight_products, linear_products
 from graphopt.passes.vcas.rewrite import ROWS, TOKENS, Draws, sample
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class SampleSizes:
 
 @dataclass(frozen=True)
 class Vcas(Technique):
-    """The sampler.
+    """The sampler. Where samples are not independent, as with batch norm, it leaves out terms of weights' gradients and no rows.
 
     Attributes:
         keep_rows: part of the batch kept (rho): for all boundaries, or one number for each from the output to the input. None:
@@ -134,10 +134,14 @@ class Vcas(Technique):
         """
         reason = planning.not_separable(plan)
         if not self.adaptive:
-            if reason:
-                remedy = "Pass an example of at least 2 samples" if planning.graph.batch_size == 1 else "Remove the vcas pass"
+            graph = plan.before_sampling().rewrite(planning.graph)[0]
+            leaves_out_rows = any(ratio < 1 for site, ratio in self.ratios(graph).items() if site.startswith(ROWS))
+            terms = terms_alone(graph)
+            if reason and (leaves_out_rows or not terms):
+                remedy = "Pass an example of at least 2 samples" if graph.batch_size == 1 else "Remove the vcas pass"
+                if terms:
+                    remedy += ", or keep_rows: terms of weights' gradients (keep_tokens) can be"
                 raise PassError(f"rows of this model's backward cannot be sampled: {reason}. {remedy}.")
-            self.ratios(plan.before_sampling().rewrite(planning.graph)[0])
         return replace(plan, not_separable=reason)
 
     def found(self, plan: Plan) -> SampleSizes:
@@ -146,16 +150,20 @@ class Vcas(Technique):
         return decided
 
     def decide(self, plan: Plan, captured: TrainingGraph, graph: TrainingGraph) -> tuple[dict[str, float], tuple[()]]:
-        """The ratios by site; none where the backward cannot be sampled."""
-        if plan.not_separable or plan.measures or not graph.symbolic:
+        """The ratios by site; those of terms alone where samples are not independent."""
+        if plan.measures or not graph.symbolic:
             return {}, ()
-        if not self.adaptive:
-            return self.ratios(graph), ()
         found = self.found(plan)
-        if graph.batch_size != found.batch_size:
+        if self.adaptive and graph.batch_size != found.batch_size:
             return {}, ()
-        known = {site.name for site in self.applicable(graph)}  # another selection may have fewer sites
-        return {name: ratio for name, ratio in found.ratios if name in known}, ()
+        # Another selection may have fewer sites.
+        known = terms_alone(graph) if plan.not_separable else {site.name for site in self.applicable(graph)}
+        ratios = dict(found.ratios) if self.adaptive else self.ratios(graph)
+        return {name: ratio for name, ratio in ratios.items() if name in known}, ()
+
+    def for_all_outputs(self, plan: Plan) -> Plan:
+        """Without itself: its samples are drawn for the loss alone."""
+        return plan.with_passes([p for p in plan.passes if p.name != self.name])
 
     def reselected(self, plan: Plan, graph: TrainingGraph, not_separable: Callable[[Plan], str]) -> Plan:
         """The plan without ratios: another selection has other boundaries. Until the next calibration every row is kept."""
@@ -201,22 +209,25 @@ class Vcas(Technique):
         """
         from graphopt.passes.vcas.controller import SamplingController
 
-        if plan.not_separable:
-            return Section(notes=(f"the backward is not sampled: {plan.not_separable}",))
         before, _ = plan.before_sampling().rewrite(graph)
+        notes: tuple[str, ...] = ()
         sites = [site.name for site in self.applicable(before)]
+        if plan.not_separable:
+            sites = terms_alone(before)
+            notes = (f"{'rows of ' if sites else ''}the backward {'are' if sites else 'is'} not sampled: {plan.not_separable}",)
+            if not sites:
+                return Section(notes=notes)
         ratios = dict(self.found(plan).ratios) if self.adaptive else self.ratios(before)
         facts: dict[str, Any] = {
             kind: {s.removeprefix(prefix): ratios.get(s, 1.0) for s in sites if s.startswith(prefix)}
             for kind, prefix in (("rows", ROWS), ("tokens", TOKENS))
         }
         used: dict[str, float] = {}
-        notes: tuple[str, ...] = ()
         if isinstance(state, SamplingController):
             facts |= state.facts()
             used = {"variance": facts["rows_variance"] + facts["tokens_variance"]}
             if state.history and not state.history[-1].compared:
-                notes = (NOTHING_COMPARED,)
+                notes += (NOTHING_COMPARED,)
         return Section(facts, tuple(_lines(facts)), notes, approximation=f"gradients {self.preserves.value}", used=used)
 
     def applicable(self, graph: TrainingGraph) -> list[Site]:
@@ -264,6 +275,11 @@ class Vcas(Technique):
             raise PassError(f"nothing to sample at {', '.join(unknown)}.")
         ratios = dict(decisions) if isinstance(decisions, Mapping) else {name: own[name] for name in decisions}
         return sample(graph, ratios, Draws(graph, self.seed))
+
+
+def terms_alone(graph: TrainingGraph) -> list[str]:
+    """The sites at which terms may be left out though samples are not independent; none where the batch is not symbolic."""
+    return [TOKENS + p.name for p in linear_products(for_loss_alone(graph))] if graph.symbolic else []
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[str]:

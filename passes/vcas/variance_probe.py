@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import graphopt.passes.vcas.ops  # noqa: F401  registers the operators
 import torch
 from graphopt.passes.vcas.boundaries import find_boundaries
-from graphopt.passes.vcas.products import find_weight_products
+from graphopt.passes.vcas.products import find_weight_products, linear_products
 from graphopt.passes.vcas.sliced_backward import RowLevels
 from torch import fx
 
@@ -44,11 +44,15 @@ class Probe:
     tokens: dict[str, tuple[int, str | None]]
 
 
-def make_probe(graph: TrainingGraph, seed: int) -> Probe:
-    """The measuring graph of a joint graph with a symbolic batch; `graph` itself stays as it is."""
+def make_probe(graph: TrainingGraph, seed: int, separable: bool = True) -> Probe:
+    """The measuring graph of a joint graph with a symbolic batch; `graph` itself stays as it is.
+
+    Args:
+        separable: whether rows may be left out, and not terms of weights' gradients alone.
+    """
     measured = for_loss_alone(graph).clone()
-    boundaries = find_boundaries(measured)
-    products = find_weight_products(measured)
+    boundaries = find_boundaries(measured) if separable else ()
+    products = find_weight_products(measured) if separable else linear_products(measured)
     sites = len(boundaries) + len(products)
     example = measured.example
     counts = measured.add_input(COUNTS, fake_like(example, (sites,), torch.int64))
