@@ -10,10 +10,10 @@ a batch, and large matrices pay: they count by the root of their size.
 
 Where the inputs differ from those of pre-training, one must reach the first layers, whatever that leaves to the others
 ("surgical fine-tuning", arXiv 2210.11466). Then the steepest matrix is one of the half nearer to the input. With a gradient of 3
-times the median's or more, it is worth 20 of the others to a budget that reaches it. From 6 times on, the loss is "steep at the
-input". There is much to be learned: large matrices pay, vectors learn too little, matrices of few rows count, and of equals the
-one nearer to the input is taken. Where the budget reaches the steepest matrix, those with a gradient below half of the median's,
-often queries and keys, make room for it and its layer:
+times the median's or more, a budget is to reach it. Below 6 times it is then worth 20 of the others. From 6 times on, the loss is
+"steep at the input", and its own gradient says what it is worth. There is much to be learned: large matrices pay, vectors learn
+too little, matrices of few rows count, and of equals the one nearer to the input is taken. Where the budget reaches the steepest
+matrix, those with a gradient below half of the median's, often queries and keys, make room for it and its layer:
 
     value = (output layer: 10, else 1)
             x (vector: 1.2; matrix: 1, or 0 of few rows)                     where the loss reads few rows,
@@ -108,7 +108,7 @@ def capacity(
     if unit < math.inf:
         most = (MOST if steep else 1.0) ** (1 / 6)
         values = {name: value + min(norms.get(name, 0.0) / unit, most) ** 6 for name, value in values.items()}
-        if in_reach:
+        if in_reach and not steep:  # there its own gradient says enough, and the output layer may be worth more
             values[steepest] = max(values[steepest], MOST)  # for its sake a budget reaches so far
         source += f", x gradient / {FLAT:g} of the median matrix's below that" if makes_room else ""
         source += f", plus (gradient / {STEEP:g} x the median matrix's)^6"

@@ -175,8 +175,10 @@ class SamplingController(State):
             return None
         self._late = False
         try:
-            if self.opt.plan.not_separable and not self._terms_pay(batches[-1]):
-                return None
+            if self.opt.plan.not_separable:
+                pays = self.opt.ranks.together(functools.partial(self._terms_pay, batches[-1]), CALIBRATING)
+                if not self.opt.ranks.all(pays, CALIBRATING):
+                    return None
             with stage("calibrate"):
                 return self._calibrate(batches)
         except (InputError, RankError):
@@ -310,7 +312,8 @@ class SamplingController(State):
     def _terms_pay(self, call: Call) -> bool:
         """Whether leaving out most terms, and no rows, would be worth compiling."""
         graph = self.opt.plan.before_sampling().rewrite(self.opt.captures.graph(*call))[0]
-        fewest = tuple((site, 1 / LEVELS) for site in sorted(terms_alone(graph)))
+        sites = terms_alone(graph) if self.rewrite.rows_share < 1 else []
+        fewest = tuple((site, 1 / LEVELS) for site in sorted(sites))
         return bool(fewest) and 1 - self._cost(fewest, call, graph.batch_size) >= WORTH_COMPILING
 
     def _cost(self, key: Ratios, call: Call, batch_size: int) -> float:

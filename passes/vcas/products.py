@@ -9,19 +9,20 @@ from graphopt.passes.base import numbered
 from torch import Tensor, fx
 
 from graphopt.analysis.batch_dims import NoRows, batch_dim, gradient_cone
+from graphopt.compat import pytree
 from graphopt.graph import TrainingGraph, reached
 
 aten = torch.ops.aten
 
 _PASSED = frozenset({
     aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default, aten._unsafe_view.default, aten.reshape.default,
-    aten.add.Tensor, aten.clone.default, aten._to_copy.default, aten.mul.Tensor, aten.alias.default, aten.detach.default,
+    aten.add.Tensor, aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default,
 })  # fmt: skip
-"""What may stand between a product and the gradient of which it is a term."""
+"""What may stand between a product and the gradient of which it is a term, so that the variance of one is that of the other."""
 
 _LINEAR = _PASSED | {
-    aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.sub.Tensor, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar,
-    aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.sub.Tensor, aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor,
+    aten.mul.Scalar, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
 }  # fmt: skip
 """Operators that are linear in gradients, if no two of those are multiplied and none divides."""
 
@@ -54,8 +55,18 @@ def find_weight_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
 
 
 def linear_products(graph: TrainingGraph) -> tuple[WeightProduct, ...]:
-    """Those that go into gradients by linear operators alone: their terms may be left out where samples are not independent."""
+    """Those that go into gradients by linear operators alone: their terms may be left out where samples are not independent.
+
+    None where an input of torch's own orders operators with effects, or a gradient's size is not a multiple of the batch's.
+    """
     cone = gradient_cone(graph)
+    try:
+        for value in (leaf for node in cone for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)):
+            batch_dim(graph, value)
+    except NoRows:
+        return ()
+    if any(desc.kind == "input" and not isinstance(desc.target, int) for desc in graph.inputs):
+        return ()
     return tuple(
         p
         for p in find_weight_products(graph)
@@ -69,7 +80,9 @@ def _is_linear(node: fx.Node, cone: set[fx.Node]) -> bool:
     gradients = [n in cone and isinstance(n.meta.get("val"), Tensor) for n in node.args if isinstance(n, fx.Node)]
     multiplied = node.target is aten.mul.Tensor and gradients.count(True) > 1
     divides = node.target is aten.div.Tensor and len(gradients) > 1 and gradients[1]
-    return node.target in _LINEAR and not multiplied and not divides
+    value = node.meta.get("val")
+    rounded = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return node.target in _LINEAR and not multiplied and not divides and not rounded
 
 
 def _tokens(graph: TrainingGraph, cone: set[fx.Node], node: fx.Node) -> int | None:

@@ -173,7 +173,7 @@ def corrected(
         `candidate` itself where all is within the budget.
     """
     preserved, rows = candidate.preserved, candidate.rows
-    while not seen.rows_fit(for_rows) and preserved < 1.0:
+    while rows and step > 0 and not seen.rows_fit(for_rows) and preserved < 1.0:
         preserved = min(1.0, preserved + step)
         rows = _rows(state, norms, preserved)
         if any(bucket(r) > bucket(candidate.rows[n]) for n, r in rows.items()):

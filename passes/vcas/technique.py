@@ -135,9 +135,9 @@ class Vcas(Technique):
         reason = planning.not_separable(plan)
         if not self.adaptive:
             graph = plan.before_sampling().rewrite(planning.graph)[0]
-            leaves_out_rows = any(ratio < 1 for site, ratio in self.ratios(graph).items() if site.startswith(ROWS))
-            terms = terms_alone(graph)
-            if reason and (leaves_out_rows or not terms):
+            sampled = {site for site, ratio in self.ratios(graph).items() if ratio < 1}
+            terms = terms_alone(graph) if reason else []
+            if reason and (any(site.startswith(ROWS) for site in sampled) or not sampled.intersection(terms)):
                 remedy = "Pass an example of at least 2 samples" if graph.batch_size == 1 else "Remove the vcas pass"
                 if terms:
                     remedy += ", or keep_rows: terms of weights' gradients (keep_tokens) can be"

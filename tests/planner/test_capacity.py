@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import graphopt
 from graphopt.analysis.flops import FlopProfile, flop_profile
-from graphopt.planner.capacity import MOST, REACH, STEEP, VECTOR, VECTOR_OF_STEEP, capacity
+from graphopt.planner.capacity import MOST, OUTPUT, REACH, STEEP, VECTOR, VECTOR_OF_STEEP, capacity
 from graphopt.planner.flops_limit import FlopsLimit, default_limit
 from graphopt.planner.importance import Importance
 from graphopt.planner.simple_rules import is_vector
@@ -308,6 +308,16 @@ def test_a_budget_that_may_be_raised_reaches_the_matrix_in_which_the_loss_is_ste
     stated = optimized(opt.report.budget["flops"], 7.0)
     with pytest.raises(graphopt.InputError, match="another budget .*or_more=True; this"):
         stated.load_state(tmp_path / "state")
+
+
+@pytest.mark.parametrize(("steepness", "worth"), [(4.0, MOST), (7.0, 1 + (7 / STEEP) ** 6)])
+def test_the_steepest_matrix_is_worth_its_gradient_where_that_says_enough(steepness: float, worth: float) -> None:
+    analysis = graphopt.analyze(Deep(), (torch.ones(4, 8),))
+    first, other, output = (f"layers.{k}.weight" for k in (0, 3, 7))
+    norms = {name: steepness if name == first else 1.0 for name in analysis.flops.order}
+    values = capacity(analysis.graph, analysis.flops, norms=norms, reachable=analysis.flops.order).values
+    assert values[first] / values[output] == pytest.approx(worth / OUTPUT, rel=0.01)
+    assert (values[first] > values[output]) == (steepness < STEEP)
 
 
 @pytest.mark.parametrize("frozen", ["", "layer.0"])

@@ -116,3 +116,8 @@ def test_without_variance_of_the_batch_there_is_nothing_to_compare_with(batch: f
 @given(st.floats(0.001, 1.0))
 def test_buckets_never_keep_less(ratio: float) -> None:
     assert ratio - 1e-9 <= bucket(ratio) <= min(1.0, ratio + 1 / 8)
+
+
+def test_without_rows_or_a_step_nothing_is_raised_for_their_variance() -> None:
+    candidate = SampleRatios(0.9, {}, {"w": 0.8})
+    assert corrected(candidate, seen(1e-14), SampleRatios(0.9, {}, {"w": 0.8}), Norms({}, {}), 0.0, 0.3, 0.0) is candidate

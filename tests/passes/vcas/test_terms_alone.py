@@ -145,6 +145,78 @@ def test_a_product_that_is_squared_keeps_its_terms() -> None:
     assert terms_alone(capture(model, inputs)) == [TOKENS + "first.weight"]
 
 
+class Checked(Normed):
+    """Runs an operator with an effect in its backward's order: a check that raises."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.first(x).tanh()
+        factor = torch.linalg.cholesky(hidden.T @ hidden + torch.eye(hidden.shape[1]))
+        return nn.functional.cross_entropy(self.head(self.second(hidden)), labels) + 0.1 * factor.diagonal().log().sum()
+
+
+class Halves(Normed):
+    """Compares two halves of a batch, so that sizes are half of it."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.head(self.second(self.norm(self.first(x))))
+        half = len(hidden) // 2
+        return (hidden[:half] - hidden[half:]).square().mean()
+
+
+@pytest.mark.parametrize(("kind", "sampler", "variance"), [(Checked, Vcas(keep_tokens=0.5), None), (Halves, Vcas(every=2), 0.5)])
+def test_graphs_that_must_stay_as_they_are_do(kind: type[Normed], sampler: Vcas, variance: float | None) -> None:
+    torch.manual_seed(0)
+    model, inputs = kind(), batch(dtype=torch.float32)
+    reference = copy.deepcopy(model)
+    opt = optimized(model, inputs, sampler, budget=graphopt.Budget(variance=variance))
+    for _ in range(4):
+        opt(*inputs).backward()
+        assert opt.controller is None or opt.controller.after_step(inputs) is None
+    reference(*inputs).backward()
+    assert not any("rewritten" in note or "failed" in note for note in opt.report.notes)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(None if ours.grad is None else ours.grad / 4, theirs.grad)
+
+
+def test_nothing_is_left_out_where_the_whole_budget_is_for_rows() -> None:
+    model, inputs = Normed(16), batch(16, torch.float32)
+    opt = optimized(model, inputs, Vcas(every=2, rows_share=1.0), budget=graphopt.Budget(variance=0.5))
+    for _ in range(4):
+        opt(*inputs).backward()
+        assert opt.controller.after_step(inputs) is None
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.T, (40 * (x.T @ gradient)).to(torch.int8).to(x.dtype) / 40
+
+
+class Rounded(Squared):
+    """A weight whose gradient is rounded to whole numbers."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(_Rounded.apply(self.first(x).softmax(0), self.weight), labels)
+
+
+class Scaled(Squared):
+    """A weight that is scaled before its product, whose variance is then not that of the gradient."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.first(x).softmax(0) @ (30 * self.weight), labels)
+
+
+@pytest.mark.parametrize("kind", [Rounded, Scaled])
+def test_a_product_that_is_rounded_or_scaled_keeps_its_terms(kind: type[Squared]) -> None:
+    assert terms_alone(capture(kind(), batch(dtype=torch.float32))) == [TOKENS + "first.weight"]
+
+
 class Convolutions(nn.Module):
     """A network whose one linear layer takes few of its FLOPs."""
 
