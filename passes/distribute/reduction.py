@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +119,8 @@ class Reduction(State):
         if step is None:  # perhaps without `before_forward`: see `TrainingSteps`
             self._gathers = self._gathers_now()
         if self._gathers:
-            self.pending = True
+            self._gather()
+            _on_backward(output, self._gather)  # which may come after another's has averaged
             return
         here = (step, self._opt.plan, self.pending)
         trained = [p.requires_grad for p in self._parameters]
@@ -191,16 +192,15 @@ class Reduction(State):
                 f"opt.report say what could not be compiled here. Bytes, others and order there: {theirs}; here: {mine}."
             )
 
+    def _gather(self) -> None:
+        self.pending = True
+
     def _attach(self, output: Any, everything: bool) -> None:
-        leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-        if not leaves:
+        if not _on_backward(output, lambda: self._begin(everything)):
             raise InputError(
                 "the model's output holds no tensor that can be seen, so that its backward cannot be followed by averaging "
                 f"gradients ({self.why_after}). Return tensors, or tuples, lists and dicts of them."
             )
-        for leaf in leaves:
-            if leaf.grad_fn is not None:
-                leaf.register_hook(lambda _: self._begin(everything))
 
     def _begin(self, everything: bool) -> None:
         """A backward begins: set aside what earlier ones have averaged."""
@@ -254,6 +254,15 @@ class Reduction(State):
     def _send(self, tensor: Tensor) -> Any:
         self._sent.append(Collective("all_reduce", tensor.nbytes))
         return dist.all_reduce(tensor, group=group_named(self.rewrite.group), async_op=True)
+
+
+def _on_backward(output: Any, begin: Callable[[], None]) -> bool:
+    """Have `begin` called where a backward enters `output`, once per tensor of it; False where none can be seen."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    for leaf in leaves:
+        if leaf.grad_fn is not None:
+            leaf.register_hook(lambda _: begin())
+    return bool(leaves)
 
 
 def _digest(value: Any) -> str:

@@ -62,6 +62,7 @@ def test_no_sync_gathers_and_the_next_backward_averages_all(ranks: list[dict[str
         assert_close(more, found["accumulated, ddp"][0])
         assert again == counted
         assert found["in the graph again"]
+        assert_close(*found["interleaved"])
 
 
 def assert_close(found: dict[str, Tensor | None], wanted: dict[str, Tensor | None], tolerance: float = 1e-6) -> None:

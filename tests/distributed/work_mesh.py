@@ -96,6 +96,7 @@ def work(rank: int) -> dict[str, Any]:
         selected(*batch)
     found["no grad"] = counting.bytes
     accumulates(rank, mesh, found)
+    interleaved(rank, mesh, found)
     lengths(rank, mesh, found)
     falls_back(rank, mesh, batch, found)
     in_parts(rank, mesh, found)
@@ -166,6 +167,24 @@ def accumulates(rank: int, mesh: Any, found: dict[str, Any]) -> None:
                 loss_of(opt(*own_batch(rank, seed))).backward()
         found[f"accumulated, {name}"] = bare(opt), sum(counting.bytes)
     found["in the graph again"] = opt.report.sections["distribute"]["in_graph"]
+
+
+def interleaved(rank: int, mesh: Any, found: dict[str, Any]) -> None:
+    """Gradients that gather after others have been averaged, of a forward before that."""
+    ddp, opt = DistributedDataParallel(used(model())), optimised(mesh, own_batch(rank))
+    with ddp.no_sync():
+        for seed in (2, 3, 4):
+            loss_of(ddp(*own_batch(rank, seed))).backward()
+    with opt.no_sync():
+        loss_of(opt(*own_batch(rank, 2))).backward()
+    averaged = loss_of(opt(*own_batch(rank, 3)))
+    with opt.no_sync():
+        gathering = loss_of(opt(*own_batch(rank, 4)))
+    averaged.backward()
+    gathering.backward()
+    for wrapped in (ddp, opt):
+        loss_of(wrapped(*own_batch(rank, 5))).backward()
+    found["interleaved"] = bare(opt), bare(ddp)
 
 
 def lengths(rank: int, mesh: Any, found: dict[str, Any]) -> None:
