@@ -29,6 +29,7 @@ from graphopt.compat import InputDesc, OutputDesc, pytree
 from graphopt.compat.dynamo import cause_of
 from graphopt.compat.inductor import eager_draws
 from graphopt.errors import first_line
+from graphopt.frontend.outside import unchanged_outside
 from graphopt.frontend.running import Running
 from graphopt.loss import LossFunction, scalar_loss
 from graphopt.passes import Preserves
@@ -68,10 +69,10 @@ def first_difference(opt: OptimizedModule, args: tuple[Any, ...], kwargs: Mappin
     running = Running(own, planned, told.append, lambda: None, own.several_graphs, supply=taken)
     tensors = [*model.parameters(), *model.buffers(), *flatten_call(args, kwargs).tensors]
     trained = [n for n, p in model.named_parameters() if p.requires_grad and (plan.train is None or n in plan.train)]
-    with same_draws(tensors), no_generation_cache(eager):
+    with same_draws(tensors), unchanged_outside(model), no_generation_cache(eager):
         theirs = _step(eager, eager, args, kwargs, loss)
     try:
-        with same_draws(tensors), eager_draws():
+        with same_draws(tensors), unchanged_outside(model), eager_draws():
             found = _step(ours, lambda *a, **k: running(plan, a, k), args, kwargs, loss)
     except Exception as error:
         return f"the step fails ({first_line(cause_of(error))})"

@@ -14,7 +14,7 @@ from graphopt import compat
 
 Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
-_PLAIN = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
+PLAIN = (dict, list, set, deque, OrderedDict, defaultdict, Counter)
 """Types of attributes that forward may change in place."""
 
 LARGEST = 1000
@@ -100,7 +100,7 @@ def attributes_of(model: nn.Module) -> list[tuple[Container, Container]]:
         found[id(held)] = held, held.copy()
         values = held.values() if isinstance(held, dict) else held
         if len(held) <= LARGEST:
-            waiting += [value for value in values if type(value) in _PLAIN and len(value) <= LARGEST]
+            waiting += [value for value in values if type(value) in PLAIN and len(value) <= LARGEST]
     return list(found.values())
 
 

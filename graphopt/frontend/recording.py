@@ -26,6 +26,7 @@ from graphopt.errors import CaptureError, NothingToPlan, first_line
 from graphopt.frontend.batch import batch_of
 from graphopt.frontend.before import Before
 from graphopt.frontend.joining import RecordedRegion, joined_graph, place_of
+from graphopt.frontend.outside import unchanged_outside
 from graphopt.frontend.region import region_of, tensor_names, training_graph
 from graphopt.graph import TrainingGraph
 
@@ -156,7 +157,8 @@ def _without_side_effects(model: nn.Module) -> Iterator[nn.Module]:
     except Exception as error:
         logger.info("a model that cannot be copied is run once (%s)", first_line(error))
     else:
-        yield own
+        with unchanged_outside(model):
+            yield own
         return
-    with Before(False).restored(model):
+    with unchanged_outside(model), Before(False).restored(model):
         yield model

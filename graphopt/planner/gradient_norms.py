@@ -16,6 +16,7 @@ from graphopt.compat import backward_dtypes, pytree
 from graphopt.distributed.divided import is_divided, mean_gradients, mean_of_ranks, whole
 from graphopt.distributed.ranks import Ranks
 from graphopt.errors import ImportanceError, NoLoss, first_line
+from graphopt.frontend.outside import unchanged_outside
 from graphopt.loss import FLOAT16_SCALE, LossFunction, own_loss
 
 
@@ -94,7 +95,7 @@ def batch_gradients(
             raise ImportanceError(why) from error
         of, named = pytree.tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, (args, dict(kwargs)))
         tensors = [*model.parameters(), *flatten_call(of, named).tensors]
-        with unchanged_draws(tensors), no_generation_cache(own), torch.enable_grad():
+        with unchanged_draws(tensors), unchanged_outside(model), no_generation_cache(own), torch.enable_grad():
             if divided:  # as DTensors; the backward is a full one
                 return mean_gradients(model, lambda: scalar(model(*of, **named)), names)
             return _of_copy(own, names, lambda: scalar(own(*of, **named)), (lambda g: g) if ranks.several else kept)
