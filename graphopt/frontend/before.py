@@ -45,7 +45,7 @@ class Before:
 
     def has_changed(self) -> bool:
         """Whether an attribute is another now."""
-        return any(not _alike(held, values) for held, values in self.attributes)
+        return any(not alike(held, values) for held, values in self.attributes)
 
     @contextlib.contextmanager
     def restored(self, model: nn.Module) -> Iterator[None]:
@@ -114,12 +114,12 @@ def put_back(attributes: Sequence[tuple[Container, Container]]) -> None:
             held.update(values)
 
 
-def _alike(held: Container, values: Container) -> bool:
+def alike(held: Container, values: Container) -> bool:
     """Whether they hold the same objects, or equal numbers and texts, in the same places."""
     if isinstance(held, set):
         return held == values
     if isinstance(held, dict) and isinstance(values, dict):
-        return list(held) == list(values) and _alike(list(held.values()), list(values.values()))
+        return list(held) == list(values) and alike(list(held.values()), list(values.values()))
     return len(held) == len(values) and all(
         a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b) for a, b in zip(held, values, strict=True)
     )

@@ -5,55 +5,68 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from graphopt.frontend.before import LARGEST, PLAIN, Container, put_back
+from graphopt.frontend.before import LARGEST, PLAIN, Container, alike, put_back
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextlib.contextmanager
 def unchanged_outside(model: nn.Module) -> Iterator[None]:
-    """Have globals, closures and default arguments of forwards and hooks hold what they held: copies of a model share those."""
+    """Have globals, closures and default arguments of methods and hooks hold what they held: copies of a model share those."""
     held = [(container, container.copy()) for container in _containers(model)]
     try:
         yield
     finally:
-        put_back(held)
+        put_back([(container, values) for container, values in held if not alike(container, values)])  # threads read the others
 
 
 def _containers(model: nn.Module) -> list[Container]:
     found: dict[int, Container] = {}
-    for function in _functions(model):
+    waiting, seen = list(_functions(model)), set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
         for value in _named_in(function):
             if isinstance(value, nn.Module):  # a copy has its own attributes, but a closure keeps the module itself
                 found |= {id(own): own for own in (vars(value), *vars(value).values()) if type(own) in PLAIN}
             elif type(value) in PLAIN:
                 found[id(value)] = value
+            elif isinstance(value, (FunctionType, functools.partial)):
+                waiting.append(value)
     return [container for container in found.values() if len(container) <= LARGEST]
 
 
 def _functions(model: nn.Module) -> Iterator[Any]:
+    """What a call may run: methods of the modules' own classes, what took the place of a forward, and hooks."""
+    classes = {own for module in model.modules() for own in type(module).__mro__ if not issubclass(nn.Module, own)}
+    for own in classes:
+        yield from (value for value in vars(own).values() if isinstance(value, FunctionType))
     for module in model.modules():
-        yield vars(module).get("forward", type(module).forward)
+        yield vars(module).get("forward")
         for hooks in _HOOKS:
             yield from vars(module).get(hooks, {}).values()
 
 
 def _named_in(function: Any) -> Iterable[Any]:
-    """What a function may reach by a name: values of its closure, its default arguments, and globals that it reads."""
+    """What a function may reach by a name: values of its closure, its defaults, and globals, of functions its own file's."""
     if isinstance(function, functools.partial):
-        return [*function.args, *function.keywords.values(), *_named_in(function.func)]
+        return [*function.args, *function.keywords.values(), function.func]
     function = getattr(function, "__func__", function)
-    code = getattr(function, "__code__", None)
-    if code is None:
+    if not isinstance(function, FunctionType):
         return ()
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     known = function.__globals__
-    return [*cells, *defaults, *(known[name] for name in code.co_names if name in known)]
+    named = [known[name] for name in function.__code__.co_names if name in known]
+    own = [v for v in named if not isinstance(v, FunctionType) or v.__globals__ is known]
+    return [*cells, *defaults, *own]
 
 
 def _is_filled(cell: Any) -> bool:
