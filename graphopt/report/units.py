@@ -5,6 +5,9 @@ from __future__ import annotations
 BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 FLOP_UNITS = (("PFLOPs", 10**15), ("TFLOPs", 10**12), ("GFLOPs", 10**9), ("MFLOPs", 10**6), ("kFLOPs", 10**3))
 
+FOUR_DIGITS = 999.5
+"""From here on the next unit is taken: rounded, it would be 1,000."""
+
 
 def in_bytes(count: float) -> str:
     """Such as "1.21 GiB", "96.0 MiB" or "512 B"."""
@@ -20,7 +23,7 @@ def in_seconds(seconds: float) -> str:
     """Such as "1.24 s", "83.1 ms" or "2.0 min"."""
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
-    return f"{_digits(seconds)} s" if seconds >= 1 else f"{_digits(seconds * 1000)} ms"
+    return f"{_digits(seconds)} s" if seconds * 1000 >= FOUR_DIGITS else f"{_digits(seconds * 1000)} ms"
 
 
 def in_percent(part: float) -> str:
@@ -35,7 +38,7 @@ def unit_of(largest: float, units: tuple[tuple[str, int], ...], smallest: str) -
 
 
 def _amount(count: float, units: tuple[tuple[str, int], ...], smallest: str) -> str:
-    unit, size = unit_of(abs(count), units, smallest)
+    unit, size = unit_of(abs(count) * units[-1][1] / FOUR_DIGITS, units, smallest)
     return f"{count / size:,.0f} {unit}" if size == 1 else f"{_digits(count / size)} {unit}"
 
 

@@ -40,3 +40,10 @@ def test_parts(part: float, text: str) -> None:
 def test_an_axis_has_the_unit_of_its_largest_value() -> None:
     assert unit_of(3 * 2**20, BYTE_UNITS, "B") == ("MiB", 2**20)
     assert unit_of(900, FLOP_UNITS, "FLOPs") == ("FLOPs", 1)
+
+
+def test_what_would_be_rounded_to_four_digits_has_the_next_unit() -> None:
+    assert in_seconds(0.9996) == "1.00 s"
+    assert in_seconds(0.9994) == "999 ms"
+    assert in_flops(999_600) == "1.00 MFLOPs"
+    assert in_bytes(1023 * 2**20) == "1.00 GiB"
