@@ -95,6 +95,9 @@ pytree = _pytree
 DispatchMode = TorchDispatchMode
 """Sees every operator that runs while it is entered."""
 
+MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes of a module that hold what runs around its forward and backward."""
+
 
 def require_supported_torch(version: str = torch.__version__) -> None:
     """Raise `TorchVersionError` unless `version` is a torch release that graphopt was tested with."""

@@ -119,7 +119,7 @@ def alike(held: Container, values: Container) -> bool:
     if isinstance(held, set):
         return held == values
     if isinstance(held, dict) and isinstance(values, dict):
-        return list(held) == list(values) and alike(list(held.values()), list(values.values()))
+        return alike(list(held), list(values)) and alike(list(held.values()), list(values.values()))
     return len(held) == len(values) and all(
         a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b) for a, b in zip(held, values, strict=True)
     )

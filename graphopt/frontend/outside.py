@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from graphopt.compat import MODULE_HOOKS
 from graphopt.frontend.before import LARGEST, PLAIN, Container, alike, put_back
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 @contextlib.contextmanager
@@ -50,12 +49,12 @@ def _functions(model: nn.Module) -> Iterator[Any]:
         yield from (value for value in vars(own).values() if isinstance(value, FunctionType))
     for module in model.modules():
         yield vars(module).get("forward")
-        for hooks in _HOOKS:
+        for hooks in MODULE_HOOKS:
             yield from vars(module).get(hooks, {}).values()
 
 
 def _named_in(function: Any) -> Iterable[Any]:
-    """What a function may reach by a name: values of its closure, its defaults, and globals, of functions its own file's."""
+    """What a function may reach by a name: values of its closure, defaults, and globals; of functions, those of its own file."""
     if isinstance(function, functools.partial):
         return [*function.args, *function.keywords.values(), function.func]
     function = getattr(function, "__func__", function)

@@ -152,13 +152,10 @@ def trains(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 @contextlib.contextmanager
 def _without_side_effects(model: nn.Module) -> Iterator[nn.Module]:
     """A copy of a model to run; where it has none the model itself, whose buffers and attributes are put back."""
+    own = None
     try:
         own = twin(model)
     except Exception as error:
         logger.info("a model that cannot be copied is run once (%s)", first_line(error))
-    else:
-        with unchanged_outside(model):
-            yield own
-        return
-    with unchanged_outside(model), Before(False).restored(model):
-        yield model
+    with unchanged_outside(model), Before(False).restored(model) if own is None else contextlib.nullcontext():
+        yield model if own is None else own

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from graphopt import compat
-from graphopt.compat import pytree
+from graphopt.compat import MODULE_HOOKS, pytree
 from graphopt.errors import RerunError
 from graphopt.frontend.backend import PlanBackend
 from graphopt.frontend.before import Before
@@ -34,7 +34,7 @@ _TWICE = (
     "gradient penalty, with the model itself."
 )
 
-_OF_A_CALL = ("forward", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_A_CALL = ("forward", *MODULE_HOOKS)
 """Attributes of a model that a training loop changes around a call; a step that runs again has those of its call."""
 
 

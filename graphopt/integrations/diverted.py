@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphopt.compat import MODULE_HOOKS
 from graphopt.compat.fsdp import CALL, own_call
 
 Run = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes a training step, given the original forward and the arguments of the call."""
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Diverted:
@@ -85,7 +84,7 @@ class Diverted:
         """The model with its original forward and without hooks of its own, which the call that is under way has run."""
         attributes = self.model.__dict__
         outside = attributes.pop("forward", None)
-        hooks = {name: attributes[name] for name in _HOOKS if name in attributes}
+        hooks = {name: attributes[name] for name in MODULE_HOOKS if name in attributes}
         attributes.update({name: OrderedDict() for name in hooks})
         if self._before is not None:
             attributes["forward"] = self._before

@@ -131,3 +131,18 @@ def test_a_cell_that_is_not_filled_yet_is_left_alone() -> None:
     with unchanged_outside(model):
         model(generated(0, 4, 5))
     assert unknown == 1
+
+
+def test_keys_that_cannot_be_compared_are_put_back() -> None:
+    by_tensor: dict[Tensor, int] = {torch.ones(2): 1}
+    before = list(by_tensor)
+    model = Two()
+
+    def hook(*_: Any) -> None:
+        by_tensor.clear()
+        by_tensor[torch.ones(2)] = 1
+
+    model.a.register_forward_hook(hook)
+    with unchanged_outside(model):
+        model(generated(0, 4, 5))
+    assert [id(key) for key in by_tensor] == [id(key) for key in before]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +117,19 @@ def test_a_controller_has_the_whole_budget_for_terms_and_goes_on_from_a_checkpoi
         assert torch.equal(ours, theirs)
 
 
-class _Squared(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """`x @ weight`, and the weight's gradient changed."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.change = change
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        product = x.T @ gradient
-        return gradient @ weight.T, product + product * product
+        return gradient @ weight.T, ctx.change(x.T @ gradient), None
 
 
 class Squared(nn.Module):
@@ -136,8 +139,11 @@ class Squared(nn.Module):
         super().__init__()
         self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 3))
 
+    def change(self, product: Tensor) -> Tensor:
+        return product + product * product
+
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(_Squared.apply(self.first(x).softmax(0), self.weight), labels)
+        return nn.functional.cross_entropy(_Product.apply(self.first(x).softmax(0), self.weight, self.change), labels)
 
 
 def test_a_product_that_is_squared_keeps_its_terms() -> None:
@@ -186,23 +192,11 @@ def test_nothing_is_left_out_where_the_whole_budget_is_for_rows() -> None:
         assert opt.controller.after_step(inputs) is None
 
 
-class _Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.T, (40 * (x.T @ gradient)).to(torch.int8).to(x.dtype) / 40
-
-
 class Rounded(Squared):
     """A weight whose gradient is rounded to whole numbers."""
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(_Rounded.apply(self.first(x).softmax(0), self.weight), labels)
+    def change(self, product: Tensor) -> Tensor:
+        return (40 * product).to(torch.int8).to(product.dtype) / 40
 
 
 class Scaled(Squared):
